@@ -149,15 +149,13 @@ class Answers:
 
         first, *more = self.prompts[i].strip().splitlines() or [""]
         text = f"[{i + 1}] {first[:72]}{' ...' if more or len(first) > 72 else ''}"
-        console = Console(stderr=True)
-        console.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+        Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
 
     def _object(self, i: int, unfinished: str) -> dict[str, Any]:
         """Return the JSON object of a prompt's answers."""
         if i in self._outputs:
             output = self._outputs[i]
-            more = _more(output)
-            return _fields(output, unfinished) | {"stats": asdict(output.stats)} | more
+            return _fields(output, unfinished) | {"stats": asdict(output.stats)} | _more(output)
         answers = [_fields(answer, unfinished) for answer in self.by_prompt[i]]
         numbered = [{"index": n} | answer for n, answer in enumerate(answers)]
         return answers[0] | {"stats": None} | ({"outputs": numbered} if len(answers) > 1 else {})

@@ -254,8 +254,7 @@ def _best(
     since it reads the same weights.
     """
     n_nodes = min((len(table) - 1) // batch, n_rows // batch - context)
-    limits = DraftLimits(n_nodes, table.shape[1] - 1)
-    tree = cost.best_tree(table, limits, context, batch)
+    tree = cost.best_tree(table, DraftLimits(n_nodes, table.shape[1] - 1), context, batch)
     plain_s = float(cost.seconds(np.array([batch]), context, n_sequences=batch)[0])
     return Optimum(
         batch, context, tree.n_nodes, tree.n_levels, tree.token_s / batch, plain_s / batch

@@ -15,13 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.cli.conversation import (
-    COMMANDS,
-    PARAMETERS,
-    Conversation,
-    Message,
-    split_command,
-)
+from offload_rt.cli.conversation import COMMANDS, PARAMETERS, Conversation, Message, split_command
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import command, interrupts_held
 from offload_rt.cli.run import TemplateSettings

@@ -68,8 +68,7 @@ class Conversation:
 
     def ask(self, text: str) -> list[Message]:
         """Return the messages with a new one of the user. `add_answer` makes it permanent."""
-        whole = "\n\n".join([*self.attached, text])
-        return [*self.messages, user_turn(whole, self.images)]
+        return [*self.messages, user_turn("\n\n".join([*self.attached, text]), self.images)]
 
     def add_answer(self, asked: list[Message], answer: str) -> None:
         """Append the user's message and the answer."""
@@ -220,8 +219,7 @@ def image_url(path: Path) -> str:
     try:
         decode_image(content)
     except PromptError as error:
-        problem = f"{path}: {error.problem}"
-        raise PromptError(problem, need=error.need, have=error.have) from error
+        raise PromptError(f"{path}: {error.problem}", need=error.need, have=error.have) from error
     return encode_data_url(content)
 
 
@@ -240,8 +238,7 @@ def split_command(line: str) -> tuple[str, str]:
     """Split a line into command and argument. Raises SettingsError for a surplus argument."""
     command, *rest = line.split(maxsplit=1)
     if rest and command in COMMANDS and command not in _WITH_ARGUMENT:
-        change = f"write {command} alone"
-        raise SettingsError(f"{command} has no argument", change=change)
+        raise SettingsError(f"{command} has no argument", change=f"write {command} alone")
     return command, "".join(rest)
 
 

@@ -136,8 +136,7 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     from offload_rt.ops import build, cpu
 
     yield Check("packages", f"torch {torch.__version__}, transformers {version('transformers')}")
-    n_cores = len(os.sched_getaffinity(0))
-    yield Check("CPU", f"{_cpu_name()}, {n_cores} cores")
+    yield Check("CPU", f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores")
     library = cpu.library()
     if library is None:
         fix = (

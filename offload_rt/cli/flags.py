@@ -140,8 +140,7 @@ class Parser(argparse.ArgumentParser):
                 value = values.pop(0)
                 setattr(parsed, name, value if is_required else [*(parsed.prompt or []), value])
             if is_required and not getattr(parsed, name):
-                need = f"a {name}"
-                raise SettingsError(self.prog, need=need, change=f"see {self.prog} --help")
+                raise SettingsError(self.prog, need=f"a {name}", change=f"see {self.prog} --help")
         if values and "prompt" in self._positionals_by_name:
             change = "quote a prompt with spaces; repeat --prompt for several prompts"
             raise SettingsError(f"unrecognized arguments: {' '.join(values)}", change=change)
@@ -196,8 +195,7 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     else:
         kind = item.metadata["parse"]
         choices = item.metadata["choices"] or None
-        is_missing = default is MISSING
-        default = None if is_missing else default
+        default = None if default is MISSING else default
         group.add_argument(flag, default=default, type=kind, choices=choices, help=text)
 
 

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from shutil import get_terminal_size
 from statistics import median
-from textwrap import fill, shorten
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from offload_rt.config import EngineConfig, format_size
-from offload_rt.offload.placement import Plan
+from offload_rt.config import EngineConfig
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.progress import loading_bar
 from offload_rt.tree.topology import Topology
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 
-_COLUMNS = 100
+COLUMNS = 100
 # Columns of the children of a level of a tree.
 _TREE_WIDTH = 96
 # Passes of one row that tell the time of plain decoding.
@@ -67,83 +66,9 @@ def follows(config: EngineConfig) -> bool:
     return True
 
 
-def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
-    """Return the placement as a table."""
-    table = Table(title=title.replace("torch.", ""))
-    table.add_column("item")
-    table.add_column("where")
-    table.add_column("size", justify="right")
-    reserved = plan.reserved
-    split = plan.split
-    tower = "slots of the vision tower" if reserved.streamed_images else "vision tower, resident"
-    n_rows = cache_rows if split is None else split.n_on_device
-    on_device = {
-        "embedding, last norm, head": reserved.non_layer,
-        f"cache of {n_rows} tokens{'' if split is None else ', its slots'}": reserved.cache,
-        "activations": reserved.scratch,
-        "draft model, its cache and distributions": reserved.draft,
-        "4-bit copies of the other layers": plan.copies_nbytes,
-        "reserved for libraries": reserved.libraries,
-        "CUDA graphs": reserved.graphs,
-        f"{tower}, image features": reserved.images,
-        f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
-        "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
-    }
-    for item, nbytes in on_device.items():
-        if nbytes:
-            table.add_row(item, "device", format_size(nbytes))
-    if plan.experts is not None:
-        n_blocks = plan.experts.n_blocks
-        n_on_disk = n_blocks - plan.n_expert_slots - plan.experts.n_on_host
-        held = {"device": plan.n_expert_slots, "host": plan.experts.n_on_host, "disk": n_on_disk}
-        for tier, n in held.items():
-            if n > 0:
-                nbytes = n * plan.experts.nbytes
-                table.add_row(f"{n} of {n_blocks} experts", tier, format_size(nbytes))
-    if split is not None:
-        offloaded = split.n_blocks * split.block_nbytes * len(plan.tiers)
-        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(offloaded))
-    rest = "" if plan.experts is None else ", without experts"
-    for tier in ("device", "host", "disk"):
-        if plan.tiers.count(tier):
-            table.add_row(
-                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}",
-                tier,
-                format_size(plan.on(tier)),
-            )
-    if reserved.streamed_images:
-        table.add_row(
-            "vision tower, streamed for each image", "disk", format_size(reserved.streamed_images)
-        )
-    if plan.n_host_slots:
-        table.add_row(
-            f"{plan.n_host_slots} slots",
-            "host",
-            format_size(plan.n_host_slots * plan.host_slot_nbytes),
-        )
-    used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
-    table.add_row("used of the budget", "device", used, end_section=True)
-    return table
-
-
 def columns() -> int:
     """Return the columns of the terminal, 100 without a terminal."""
-    return get_terminal_size((_COLUMNS, 1)).columns
-
-
-def print_sentence(sentence: str) -> None:
-    """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
-    width = min(columns(), _COLUMNS)
-    print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))
-
-
-def plain_table(first: str, *heads: str) -> Table:
-    """Return a table without lines; columns after the first are aligned on the right."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for head in heads:
-        table.add_column(head, justify="right")
-    return table
+    return get_terminal_size((COLUMNS, 1)).columns
 
 
 def print_table(table: Table) -> None:

@@ -75,8 +75,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
             disk_gbps = settings.disk_gbps
         else:
             disk = "disk: measured with the model's files"
-            n_layers = spec.target.checkpoint.spec.n_layers
-            disk_gbps = profile.link_gbps(spec.files.disk, n_layers)
+            disk_gbps = profile.link_gbps(spec.files.disk, spec.target.checkpoint.spec.n_layers)
     machine = this_machine(config, disk_gbps, disk)
     target = spec.target.sizes
     is_whole = spec.ranks.ranks is None and target.link is None and target.spec.mixture is None

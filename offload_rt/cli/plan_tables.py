@@ -3,19 +3,14 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from textwrap import fill
 from typing import Any
 
 from rich.table import Table
 
-from offload_rt.cli.format import (
-    columns,
-    format_speed,
-    placement_table,
-    plain_table,
-    print_sentence,
-    print_table,
-)
+from offload_rt.cli.format import COLUMNS, columns, format_speed, print_table
 from offload_rt.config import format_size
+from offload_rt.offload.placement import Plan
 from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.planning.acceptance import SELF
 from offload_rt.planning.alternatives import (
@@ -39,21 +34,21 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     print(f"predicted: {format_speed(forecast.run.seconds_per_token)}")
     _print_trees(forecast)
     if forecast.mode:
-        print_sentence(f"mixture: a run reads {forecast.mode}")
+        _print_sentence(f"mixture: a run reads {forecast.mode}")
     for place, placed in others.places.items():
-        print_sentence(
+        _print_sentence(
             f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}"
         )
-    print_sentence(f"the bottleneck is {forecast.bound}")
+    _print_sentence(f"the bottleneck is {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
-        print_sentence(f"acceptance: {forecast.acceptance_source}")
+        _print_sentence(f"acceptance: {forecast.acceptance_source}")
     for source in machine.sources:
-        print_sentence(source)
+        _print_sentence(source)
     if short := short_context(forecast):
-        print_sentence(short)
+        _print_sentence(short)
     if others.formats:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
@@ -63,7 +58,7 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     if others.sweep is not None:
         _print_curve(others.sweep)
     print()
-    print_sentence(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+    _print_sentence(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -109,13 +104,13 @@ def _print_trees(forecast: Forecast) -> None:
     if draft is not None and draft.rounding != "none":
         print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
-        print_sentence(
+        _print_sentence(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
             f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
             f" including {forecast.draft_s:.2f} s of drafting"
         )
     elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
-        print_sentence(
+        _print_sentence(
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
@@ -123,7 +118,7 @@ def _print_trees(forecast: Forecast) -> None:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
             advice = "it is faster: omit the draft model, or lower --max-model-len"
-        print_sentence(f"plain decoding: {format_speed(plain_s)}; {advice}")
+        _print_sentence(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
 
 def _print_formats(
@@ -133,11 +128,11 @@ def _print_formats(
     first, drafters = next(iter(by_format.items()))
     heads = "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
     print("\nforecast by weight format, tokens/s (s per token)")
-    table = plain_table("", *heads)
+    table = _plain_table("", *heads)
     for name, row in by_format.items():
         table.add_row(name, _traffic(row["none"]), *map(_speed, row.values()))
     print_table(table)
-    print_sentence(
+    _print_sentence(
         f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
         f" {decode_gbps:g} GB/s"
     )
@@ -148,34 +143,34 @@ def _print_formats(
     }
     if len(fitting) > 1:
         name = fitting[min(fitting)].replace("none", "plain decoding")
-        print_sentence(
+        _print_sentence(
             f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}"
         )
     if (itself := drafters.get(SELF)) is not None:
-        print_sentence(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+        _print_sentence(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
     """Print plain decoding of a mixture by transferred weights, and published rates."""
     print("\nforecast of plain decoding by transferred weights")
-    table = plain_table("", "bytes per pass", "tokens/s")
+    table = _plain_table("", "bytes per pass", "tokens/s")
     for name, way in ways.items():
         chosen = " (the mode of a run)" if name == forecast.mode else ""
         table.add_row(name + chosen, _traffic(way), _speed(way))
     print_table(table)
     model = forecast.request.config.model.lower().rpartition("/")[2]
     for line in PUBLISHED_RATES.get(model, ()):
-        print_sentence(f"published: {line}")
+        _print_sentence(f"published: {line}")
     plan = forecast.memory_plan.plan
     touched = plan.touched
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
     print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
-    print_sentence(
+    _print_sentence(
         f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
         f" {n_on_host:.0f}"
     )
-    print_sentence(
+    _print_sentence(
         "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
         f" {forecast.machine.ram_gbps:g} GB/s of weights"
     )
@@ -184,7 +179,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
 def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
     """Print a row per drafter, fastest first, then the sources of the acceptance."""
     print("\nforecast by drafter, tokens/s (s per token)")
-    table = plain_table("", "drafter size", "tokens per pass", "tokens/s")
+    table = _plain_table("", "drafter size", "tokens per pass", "tokens/s")
     for choice in choices:
         size = format_size(choice.nbytes) if choice.nbytes else ""
         forecast = choice.forecast
@@ -195,7 +190,7 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         table.add_row(choice.title, size, tokens, speed)
     print_table(table)
     for choice in choices:
-        print_sentence(f"{choice.title}: {choice.source}")
+        _print_sentence(f"{choice.title}: {choice.source}")
 
 
 def _traffic(forecast: Forecast | None) -> str:
@@ -301,3 +296,77 @@ def _figures(forecast: Forecast | None) -> dict[str, Any]:
         "draft_level": forecast.level and forecast.level._asdict(),
         "bound": forecast.bound,
     }
+
+
+def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
+    """Return the placement as a table."""
+    table = Table(title=title.replace("torch.", ""))
+    table.add_column("item")
+    table.add_column("where")
+    table.add_column("size", justify="right")
+    reserved = plan.reserved
+    split = plan.split
+    tower = "slots of the vision tower" if reserved.streamed_images else "vision tower, resident"
+    n_rows = cache_rows if split is None else split.n_on_device
+    on_device = {
+        "embedding, last norm, head": reserved.non_layer,
+        f"cache of {n_rows} tokens{'' if split is None else ', its slots'}": reserved.cache,
+        "activations": reserved.scratch,
+        "draft model, its cache and distributions": reserved.draft,
+        "4-bit copies of the other layers": plan.copies_nbytes,
+        "reserved for libraries": reserved.libraries,
+        "CUDA graphs": reserved.graphs,
+        f"{tower}, image features": reserved.images,
+        f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
+        "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
+    }
+    for item, nbytes in on_device.items():
+        if nbytes:
+            table.add_row(item, "device", format_size(nbytes))
+    if plan.experts is not None:
+        n_blocks = plan.experts.n_blocks
+        n_on_disk = n_blocks - plan.n_expert_slots - plan.experts.n_on_host
+        held = {"device": plan.n_expert_slots, "host": plan.experts.n_on_host, "disk": n_on_disk}
+        for tier, n in held.items():
+            if n > 0:
+                nbytes = n * plan.experts.nbytes
+                table.add_row(f"{n} of {n_blocks} experts", tier, format_size(nbytes))
+    if split is not None:
+        offloaded = split.n_blocks * split.block_nbytes * len(plan.tiers)
+        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(offloaded))
+    rest = "" if plan.experts is None else ", without experts"
+    for tier in ("device", "host", "disk"):
+        if plan.tiers.count(tier):
+            table.add_row(
+                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}",
+                tier,
+                format_size(plan.on(tier)),
+            )
+    if reserved.streamed_images:
+        table.add_row(
+            "vision tower, streamed for each image", "disk", format_size(reserved.streamed_images)
+        )
+    if plan.n_host_slots:
+        table.add_row(
+            f"{plan.n_host_slots} slots",
+            "host",
+            format_size(plan.n_host_slots * plan.host_slot_nbytes),
+        )
+    used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
+    table.add_row("used of the budget", "device", used, end_section=True)
+    return table
+
+
+def _print_sentence(sentence: str) -> None:
+    """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
+    width = min(columns(), COLUMNS)
+    print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))
+
+
+def _plain_table(first: str, *heads: str) -> Table:
+    """Return a table without lines; columns after the first are aligned on the right."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table

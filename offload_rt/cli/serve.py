@@ -140,8 +140,7 @@ def main(flags: Namespace) -> None:
             form = chat_format.tool_format.name
             warning = f"the chat template renders no known tool calls; format {form} is used"
             print(f"warning: {warning}", file=sys.stderr)
-        console = Console(stderr=True)
-        with loading_bar(console) as bar:
+        with loading_bar(Console(stderr=True)) as bar:
             llm.load(progress=bar)
         llm.engine.prompt_seconds = settings.prompt_wait
         is_local = settings.host.lower() in _LOOPBACK

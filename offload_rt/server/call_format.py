@@ -12,10 +12,15 @@ from offload_rt.server.bodies import Json
 
 # Converts a text to a Lark expression of strings and special tokens.
 Lark = Callable[[str], str]
-# Placeholders in the texts of a format: ids, indices, the key of an argument, the function's name,
-# its arguments.
-ID, INDEX, KEY, NAME = "\0", "\1", "\2", "\3"
-_ARGUMENTS = "\4"
+
+
+class Mark:
+    """Placeholders in the texts of a format; KEY is that of an argument, NAME the function's."""
+
+    ID = "\0"
+    INDEX = "\1"
+    KEY = "\2"
+    NAME = "\3"
 
 
 class Fields(NamedTuple):
@@ -46,7 +51,7 @@ class Pairs:
         """Render an argument."""
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         kind = "string" if isinstance(value, str) else "integer"
-        closing = self.closings[kind].replace(KEY, key)
+        closing = self.closings[kind].replace(Mark.KEY, key)
         return f"{self.opening}{key}{self.middles[kind]}{text}{closing}"
 
     @property
@@ -147,15 +152,15 @@ class CallFormat:
 
     def render(self, calls: Sequence[tuple[str, Any]]) -> str:
         """Render calls of functions by name, with arguments."""
-        call = self.opening + self.head + NAME + self.middle + _ARGUMENTS + self.tail + self.closing
+        parts = self.opening + self.head + Mark.NAME + self.middle, self.tail + self.closing
         texts = []
         for i, (name, arguments) in enumerate(calls):
             value = json.dumps(arguments, ensure_ascii=False)
             if self.pairs:
                 items = arguments.items() if isinstance(arguments, dict) else ()
                 value = self.pairs.separator.join(self.pairs.render(*item) for item in items)
-            marks = {ID: f"call{i:05}", INDEX: str(i), NAME: name, _ARGUMENTS: value}
-            texts.append("".join(marks.get(part, part) for part in re.split("([\0-\4])", call)))
+            marks = str.maketrans({Mark.ID: f"call{i:05}", Mark.INDEX: str(i), Mark.NAME: name})
+            texts.append(value.join(part.translate(marks) for part in parts))
         return self.begin + (self.between or "").join(texts) + self.end
 
     def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
@@ -234,9 +239,3 @@ def _nine(call_id: str) -> str:
     if re.fullmatch("[A-Za-z0-9]{9}", call_id):
         return call_id
     return sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def prefix_of(a: str, b: str) -> str:
-    """Return the longest common prefix of two texts."""
-    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
-    return a[:n_equal]

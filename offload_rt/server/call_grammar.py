@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from offload_rt.executor.grammar import COMPACT_JSON
 from offload_rt.executor.json_schema import adapted
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import ID, INDEX, KEY, NAME, CallFormat, Lark, Pairs
+from offload_rt.server.call_format import CallFormat, Lark, Mark, Pairs
 
 TEXT = r"/(.|\n)*/"
-_IDS = {ID: "/[A-Za-z0-9_-]{1,40}/", INDEX: "/[0-9]{1,3}/"}
+_IDS = {Mark.ID: "/[A-Za-z0-9_-]{1,40}/", Mark.INDEX: "/[0-9]{1,3}/"}
 
 
 def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
@@ -21,7 +21,7 @@ def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_sin
     """
 
     def spell(text: str, name: str = "") -> str:
-        parts = re.split("([\0\1])", text.replace(NAME, name))
+        parts = re.split("([\0\1])", text.replace(Mark.NAME, name))
         return " ".join(_IDS.get(part) or lark(part) for part in parts if part)
 
     more = "" if is_single or form.between is None else f" ({spell(form.between)} call)*"
@@ -29,7 +29,7 @@ def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_sin
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         schema = {**(function.get("parameters") or {}), "type": "object"}
-        head = spell(form.opening + form.head + NAME + form.middle, function["name"])
+        head = spell(form.opening + form.head + Mark.NAME + form.middle, function["name"])
         tail = spell(form.tail + form.closing, function["name"])
         rules.append(f"call{i}: {head} arguments{i} {tail}")
         pairs = form.pairs
@@ -52,7 +52,7 @@ def _pair_rules(pairs: Pairs, i: int, schema: Json, lark: Lark) -> Iterator[str]
         types = type_names(value)
         kind = next((kind for kind in pairs.middles if {kind} == types), "object")
         middle = pairs.middles.get(kind, pairs.middles["integer"])
-        closing = pairs.closings.get(kind, pairs.closings["integer"]).replace(KEY, name)
+        closing = pairs.closings.get(kind, pairs.closings["integer"]).replace(Mark.KEY, name)
         yield f"pair{i}_{j}: {lark(pairs.opening + name + middle)} value{i}_{j}"
         yield from _value_rules(f"value{i}_{j}", schema, value, lark(closing) if closing else "")
     yield from (f'{prefix}{i}_{len(properties)}: ""' for prefix in ("first", "rest"))

@@ -9,20 +9,9 @@ from typing import Any
 import regex  # type: ignore[import-untyped]  # matches parts of a pattern, and nested brackets
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import (
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    AnswerParser,
-    CallFormat,
-    Fields,
-    Pairs,
-    Parsed,
-    prefix_of,
-)
+from offload_rt.server.call_format import AnswerParser, CallFormat, Fields, Mark, Pairs, Parsed
 from offload_rt.server.call_grammar import properties_of, type_names
-from offload_rt.text.reasoning import n_overlap
+from offload_rt.text.reasoning import n_overlap, prefix_of
 
 _PIECES = regex.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|[\0-\3]|[^\s<\[\0-\3]+|[<\[]")
 _TRIGGER = regex.compile(r"\s*(<[^<>\s\0-\3]*>|\[[A-Z_]+\]|[^\s\0-\3]+)")
@@ -46,7 +35,8 @@ class CallParser(AnswerParser):
         self._form = form
         self._tools = tools
         names = sorted(map(regex.escape, tools), key=len, reverse=True)
-        self._special = {ID: _ANY_ID, INDEX: _ANY_ID, NAME: f"(?P<name>{'|'.join(names)})"}
+        self._special = {Mark.ID: _ANY_ID, Mark.INDEX: _ANY_ID}
+        self._special[Mark.NAME] = f"(?P<name>{'|'.join(names)})"
         starts = map(_TRIGGER.match, (form.begin + form.opening, form.between or ""))
         self._trigger = next((match[1] for match in starts if match), "")  # precedes most calls
         self._is_first = not (form.begin + form.opening).strip()  # calls begin the answer
@@ -81,7 +71,7 @@ class CallParser(AnswerParser):
         else:
             call += self._closing(form.closing, is_last, 0)
         if not form.fields:
-            call = self._spelled(NAME + form.middle) + call
+            call = self._spelled(Mark.NAME + form.middle) + call
         between = r"[\s;,]*" if form.between is None else self._spelled(form.between)
         first = self._spelled(form.begin + form.opening) + call
         later = between + self._spelled(form.opening) + call
@@ -116,7 +106,7 @@ class CallParser(AnswerParser):
         kinds = []
         for middle, kind in pairs.kinds.items():
             before, after = middle[len(middle.rstrip()) :], pairs.closings.get(kind, "")
-            text = regex.escape(after.lstrip()).replace(KEY, "(?P=key)")
+            text = regex.escape(after.lstrip()).replace(Mark.KEY, "(?P=key)")
             value = ".*?" if text else f"(?:{word}|{_nested(word)})*?"
             lines = (before, after[: len(after) - len(after.lstrip())])
             before, after = (f"(?:{regex.escape(line)})?" for line in lines)
@@ -244,7 +234,7 @@ def _nested_pairs(pairs: Pairs, text: str) -> Iterator[tuple[str, str]]:
     start = regex.compile(rf"\s*{regex.escape(pairs.opening)}([\w.-]+){middle}")
     position = 0
     while first := start.match(text, position):
-        tag = rf"(?P<end>{closing.replace(KEY, first[1])})|{regex.escape(first[0].lstrip())}"
+        tag = rf"(?P<end>{closing.replace(Mark.KEY, first[1])})|{regex.escape(first[0].lstrip())}"
         depth = 1  # of the same key
         for last in regex.finditer(tag, text, pos=first.end()):
             depth += -1 if last["end"] else 1

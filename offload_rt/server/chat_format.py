@@ -97,8 +97,7 @@ class ChatFormat:
     def needs_special(self) -> bool:
         """Whether the parser needs special tokens in the text."""
         text = "".join((self.tool_format.text, *(self.tags or ())))
-        added = self._added_tokens().values()
-        return any(token.special and str(token) in text for token in added)
+        return any(token.special and str(token) in text for token in self._added_tokens().values())
 
     def tail(self, prompt: list[int]) -> str:
         """Return the end of a prompt, which shows whether the prompt contains reasoning tags."""

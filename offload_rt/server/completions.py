@@ -39,8 +39,7 @@ class CompletionWriter:
 
     def add(self, delta: Delta) -> list[str]:
         """Return the chunk of a delta."""
-        part = self._end(delta.index)
-        chunk = self._chunk([part | self._delta(delta)])
+        chunk = self._chunk([self._end(delta.index) | self._delta(delta)])
         if delta.piece is not None and self._options.include_passes:
             chunk["pass"] = _pass(delta.piece)
         return [event(chunk)]

@@ -73,8 +73,7 @@ class BoundedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_header_timer()
         elif self._header_timer is None:
-            abort = self.transport.abort
-            self._header_timer = self.loop.call_later(self.limits.header_s, abort)
+            self._header_timer = self.loop.call_later(self.limits.header_s, self.transport.abort)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:

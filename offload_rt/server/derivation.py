@@ -12,18 +12,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.server.bodies import Json
-from offload_rt.server.call_format import (
-    ID,
-    INDEX,
-    KEY,
-    NAME,
-    CallFormat,
-    Fields,
-    Pairs,
-    Style,
-    prefix_of,
-)
-from offload_rt.text.reasoning import Tags
+from offload_rt.server.call_format import CallFormat, Fields, Mark, Pairs, Style
+from offload_rt.text.reasoning import Tags, prefix_of
 
 # Renders messages and tools, with or without the prompt of an answer. Raises TemplateError.
 Render = Callable[[Sequence[Json], Sequence[Json], bool], str]
@@ -101,7 +91,7 @@ def derive_calls(render: Render) -> CallFormat | None:
     text = _calls(render, style, _TWO_TEXTS, _TWO_TEXTS) or single
     shared = _WHOLE_TAGS.sub(r"\1", prefix_of(text, plain))
     n_shared = max(len(shared), len(_OPEN_TAG.sub("", prefix_of(text, prompt))))
-    text, single = (_ID.sub(ID, part[n_shared:]) for part in (text, single))
+    text, single = (_ID.sub(Mark.ID, part[n_shared:]) for part in (text, single))
     pairs = None if _split_json(single, _NAMES[0]) else _derive_pairs(render, style, single)
     end = plain.partition(_CONTENT)[2]
     if (first := _split(text, _NAMES[0], pairs)) is None:
@@ -114,8 +104,8 @@ def derive_calls(render: Render) -> CallFormat | None:
     inner = form.head + form.middle + form.tail, form_2.head + form_2.middle + form_2.tail
     for index, following in pairwise(_INDICES):
         if index.search(before + inner[0]) and following.search(gap + inner[1]):
-            before, gap = index.sub(INDEX, before), following.sub(INDEX, gap)
-            texts = (index.sub(INDEX, part) for part in (form.head, form.middle, form.tail))
+            before, gap = index.sub(Mark.INDEX, before), following.sub(Mark.INDEX, gap)
+            texts = (index.sub(Mark.INDEX, part) for part in (form.head, form.middle, form.tail))
             form = replace(form, head=next(texts), middle=next(texts), tail=next(texts))
     after = _until_end(after, end)
     opening, closing, between = _divided(before, gap, after)
@@ -159,8 +149,7 @@ def derive_tags(render: Render) -> Tags | None:
     tags = Tags(opening[1], closing[1])
     # Tags of other texts, such as <|message|>, do not separate reasoning.
     empty = re.compile(rf"{re.escape(tags.opening)}\s*{re.escape(tags.closing)}")
-    plain = empty.sub("", _answer(render, {"content": _CONTENT}))
-    return None if tags.opening in plain else tags
+    return None if tags.opening in empty.sub("", _answer(render, {"content": _CONTENT})) else tags
 
 
 def _answer(render: Render, message: Json) -> str:
@@ -195,9 +184,9 @@ def _split(text: str, name: str, pairs: Pairs | None) -> _Split | None:
     if name not in text or key < 0 or value < 0:
         return None
     at = text.rindex(name, 0, key)
-    end = value + len(_VALUES["string"] + pairs.closings["string"].replace(KEY, _KEYS[1]))
+    end = value + len(_VALUES["string"] + pairs.closings["string"].replace(Mark.KEY, _KEYS[1]))
     form = CallFormat(middle=text[at + len(name) : key - len(pairs.opening)])
-    return text[:at].replace(name, NAME), form, text[end:]
+    return text[:at].replace(name, Mark.NAME), form, text[end:]
 
 
 def _split_json(text: str, name: str) -> _Split | None:
@@ -211,7 +200,7 @@ def _split_json(text: str, name: str) -> _Split | None:
         if {*value} == {*_KEYS} and name in text[:i]:
             at = text.rindex(name, 0, i)
             form = CallFormat(middle=text[at + len(name) : i])
-            return text[:at].replace(name, NAME), form, text[j:]
+            return text[:at].replace(name, Mark.NAME), form, text[j:]
         if fields := _fields(value, name):
             head, _, rest = text[i:j].partition(f'"{name}"')
             middle, _, _ = rest.partition("{")
@@ -240,8 +229,8 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
         return None
     first, second = (text.index(key) for key in _KEYS)
     middle = text[first + len(_KEYS[0]) : text.index(value)]
-    gap = text[text.index(value) + len(value) : second].replace(_KEYS[0], KEY)
-    after = text[text.rindex(value) + len(value) :].replace(_KEYS[1], KEY)
+    gap = text[text.index(value) + len(value) : second].replace(_KEYS[0], Mark.KEY)
+    after = text[text.rindex(value) + len(value) :].replace(_KEYS[1], Mark.KEY)
     before = text[text.rindex(_NAMES[0], 0, first) + len(_NAMES[0]) : first]
     opening, closing, _ = _divided(before, gap, after)
     closing = closing.rstrip("\n") or closing
@@ -253,7 +242,7 @@ def _derive_pairs(render: Render, style: Style, text: str) -> Pairs | None:
             before, found, after = shown.rpartition(form)
             if found:
                 middles[kind] = before
-                closings[kind] = prefix_of(after.replace(_KEYS[1], KEY), closing)
+                closings[kind] = prefix_of(after.replace(_KEYS[1], Mark.KEY), closing)
                 break
     shown = _calls(render, style, ("string", "array")).partition(_KEYS[1])[2]
     element = re.search(rf"{re.escape(opening)}(\w+){re.escape(middle)}7302\b", shown)

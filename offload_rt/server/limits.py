@@ -82,7 +82,6 @@ class Limits:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":  # Anthropic's clients
             key = headers.get("x-api-key", "")
-        given = key.strip().encode("utf-8", "replace")
-        if hmac.compare_digest(given, api_key.encode()):
+        if hmac.compare_digest(key.strip().encode("utf-8", "replace"), api_key.encode()):
             return None
         return error_response(401, "the API key is missing or wrong", "invalid_api_key")

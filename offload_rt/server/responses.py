@@ -253,8 +253,7 @@ class ResponsesWriter:
         if item.kind != "function_call":
             part = self._place() | {"part": item.content()}
             events.append(self._event("response.content_part.done", part))
-        state = self._state(item, status)
-        return [*events, self._item_event("response.output_item.done", state)]
+        return [*events, self._item_event("response.output_item.done", self._state(item, status))]
 
     def _place(self) -> Json:
         """Return the fields that locate the current output item."""
@@ -268,8 +267,7 @@ class ResponsesWriter:
 
     def _event(self, kind: str, content: Json) -> str:
         self._n_events += 1
-        number = self._n_events - 1
-        return event({"type": kind, "sequence_number": number, **content}, kind)
+        return event({"type": kind, "sequence_number": self._n_events - 1, **content}, kind)
 
 
 def _logprobs(item: _Item) -> Json:

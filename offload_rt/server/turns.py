@@ -47,8 +47,7 @@ def as_tools(tools: list[Json] | None, kind: str, schema: str) -> list[Json] | N
     converted = []
     for tool in tools or ():
         if tool.get("type", kind) != kind:
-            problem = f"tools of type {reprlib.repr(tool['type'])}"
-            raise SettingsError(problem, need=f"type {kind}")
+            raise SettingsError(f"tools of type {reprlib.repr(tool['type'])}", need=f"type {kind}")
         function = {name: tool.get(name) or "" for name in ("name", "description")}
         function["parameters"] = tool.get(schema) or {}
         converted.append({"type": "function", "function": function})

@@ -95,3 +95,9 @@ def n_overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that is a start of `tag`."""
     lengths = range(min(len(text), len(tag) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(tag[:n])), 0)
+
+
+def prefix_of(a: str, b: str) -> str:
+    """Return the longest common prefix of two texts."""
+    n_equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
+    return a[:n_equal]

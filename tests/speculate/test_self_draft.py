@@ -5,7 +5,7 @@ from support.tiny import Zoo, generate, open_unloaded, prompt_of
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli.format import placement_table
+from offload_rt.cli.plan_tables import placement_table
 from offload_rt.errors import CapacityError, UnsupportedModelError
 
 pytestmark = pytest.mark.numeric
