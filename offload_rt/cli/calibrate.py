@@ -157,11 +157,6 @@ def _measure(config: EngineConfig, settings: CalibrateSettings, prompts: list[st
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
-        _print(findings, settings)
-
-
-def _print(findings: Findings, settings: CalibrateSettings) -> None:
-    """Print the findings as tables or JSON, and draw the plots."""
     if settings.json:
         text = json.dumps(
             vars(findings),
@@ -321,45 +316,26 @@ def _draw(findings: Findings, path: str) -> None:
         findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange"
     )
     passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
-    passes.set(
-        title="pass time by width",
-        xlabel="rows of a pass",
-        ylabel="seconds",
-        xscale="log",
-        ylim=(0, None),
-    )
     passes.legend()
     for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
         cost.plot(findings.sizes, costs, marker=".", label=f"{depth} levels")
     n_nodes, n_levels, seconds = findings.best
-    cost.plot(
-        [n_nodes],
-        [seconds],
-        "*",
-        ms=14,
-        color="black",
-        label=f"best: {n_nodes} nodes, {n_levels} levels",
-    )
-    cost.set(
-        title="seconds per token",
-        xlabel="nodes of the tree",
-        ylabel="seconds",
-        xscale="log",
-        ylim=(0, None),
-    )
+    label = f"best: {n_nodes} nodes, {n_levels} levels"
+    cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=label)
     cost.legend(fontsize="small")
+    for axes, title, x in (
+        (passes, "pass time by width", "rows of a pass"),
+        (cost, "seconds per token", "nodes of the tree"),
+    ):
+        axes.set(title=title, xlabel=x, ylabel="seconds", xscale="log", ylim=(0, None))
     for batch in sorted({best.batch for best in findings.optima}):
         row = [best for best in findings.optima if best.batch == batch]
         places = [(best.context, best.n_nodes) for best in row]
         (drawn,) = optima.loglog(*zip(*places, strict=True), marker=".", label=str(batch), base=2)
+        color = drawn.get_color()
         for place, best in zip(places, row, strict=True):
-            optima.annotate(
-                str(best.n_levels),
-                place,
-                (0, 4),
-                textcoords="offset points",
-                color=drawn.get_color(),
-            )
+            levels = str(best.n_levels)
+            optima.annotate(levels, place, (0, 4), textcoords="offset points", color=color)
     optima.set(title="best tree (numbers: levels)", xlabel="tokens before the pass", ylabel="nodes")
     optima.legend(title="sequences", fontsize="small")
     picture = io.BytesIO()

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import TYPE_CHECKING
 
 from offload_rt import __version__
 from offload_rt.cli.flags import Parser
@@ -22,9 +21,6 @@ from offload_rt.config import EngineConfig, format_size
 from offload_rt.system import machine
 from offload_rt.system.disk_rate import measure_disk_gbps
 from offload_rt.system.files import cache_directory
-
-if TYPE_CHECKING:
-    from offload_rt.planning.survey import Prospect
 
 _LEVELS = ("portable C++", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 # Open files that the server needs for its default number of connections.
@@ -94,7 +90,12 @@ def main(flags: Namespace) -> None:
     n_missing = sum(bool(check.fix) for check in checks)
     if not flags.json:
         print(f"{n_missing} to fix" if n_missing else "nothing to fix", flush=True)
-    prospects = _prospects(disk_gbps or _DISK_GBPS)
+    from offload_rt.planning.local import this_machine
+    from offload_rt.planning.survey import survey
+
+    # torch times a matrix product for a second.
+    config = EngineConfig("any")
+    prospects = survey(this_machine(config, disk_gbps or _DISK_GBPS, "disk: measured"))
     if flags.json:
         content = {
             "checks": [asdict(check) for check in checks],
@@ -114,23 +115,20 @@ def main(flags: Namespace) -> None:
     print("`offload-rt plan MODEL --draft-model DRAFT` explains a forecast")
 
 
-def _prospects(disk_gbps: float) -> "list[Prospect]":
-    """Predict well-known models on this machine; torch times a matrix product for a second."""
-    from offload_rt.planning.local import this_machine
-    from offload_rt.planning.survey import survey
-
-    return survey(this_machine(EngineConfig("any"), disk_gbps, "disk: measured"))
-
-
 def _checks(disk_gbps: float | None) -> Iterator[Check]:
     """Check one part after the other. torch loads for seconds, so its checks come last.
 
     disk_gbps  None for an unknown rate
     """
     yield Check("offload-rt", f"{__version__}, Python {python_version()}")
-    yield _memory()
+    limit = machine.memory_limit()
+    free = machine.memory_free()
+    value = f"{format_size(limit)}, {format_size(free)} free"
+    yield Check("memory", value, "close other programs" if free < limit // 4 else "")
     yield _disk(disk_gbps)
-    yield _limits()
+    n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fix = f"ulimit -n {_OPEN_FILES}" if n_files < _OPEN_FILES else ""
+    yield Check("limits", f"{n_files} open files", fix)
     import torch
 
     from offload_rt.ops import build, cpu
@@ -139,11 +137,9 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     yield Check("CPU", f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores")
     library = cpu.library()
     if library is None:
-        fix = (
-            "install a C++ compiler: apt install g++"
-            if shutil.which("g++") is None
-            else (f"see the log in {cache_directory() / 'kernels'}")
-        )
+        fix = f"see the log in {cache_directory() / 'kernels'}"
+        if shutil.which("g++") is None:
+            fix = "install a C++ compiler: apt install g++"
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
         origin = build.origin(library._name)
@@ -181,13 +177,6 @@ def torch_gain() -> float:
     return min(seconds[False]) / min(seconds[True])
 
 
-def _memory() -> Check:
-    limit = machine.memory_limit()
-    free = machine.memory_free()
-    value = f"{format_size(limit)}, {format_size(free)} free"
-    return Check("memory", value, "close other programs" if free < limit // 4 else "")
-
-
 def _disk(gbps: float | None) -> Check:
     folder = cache_directory()
     try:
@@ -198,12 +187,6 @@ def _disk(gbps: float | None) -> Check:
     rate = "no direct reads on this file system" if gbps is None else f"reads {gbps:.2f} GB/s"
     fix = "store models on a faster disk" if gbps is not None and gbps < 0.5 else ""
     return Check("disk", f"{folder}: {rate}, {space} free", fix)
-
-
-def _limits() -> Check:
-    n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    fix = f"ulimit -n {_OPEN_FILES}" if n_files < _OPEN_FILES else ""
-    return Check("limits", f"{n_files} open files", fix)
 
 
 def _gpus(nvcc: str | None) -> Iterator[Check]:

@@ -125,15 +125,12 @@ def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) 
 
 def _check_drafter(config: EngineConfig) -> None:
     """Raise SettingsError for a drafter without a forecast."""
-    if config.drafter in (
-        _DRAFTERS if config.draft_model is None else _DRAFTERS[:1] + _MODEL_DRAFTERS
-    ):
+    allowed = _DRAFTERS if config.draft_model is None else ("auto", *_MODEL_DRAFTERS)
+    if config.drafter in allowed:
         return
-    need = (
-        "a draft model"
-        if config.drafter in _MODEL_DRAFTERS
-        else "a drafter with a forecast of tokens per pass"
-    )
+    need = "a drafter with a forecast of tokens per pass"
+    if config.drafter in _MODEL_DRAFTERS:
+        need = "a draft model"
     change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
     raise SettingsError(f"--drafter={config.drafter}", need=need, change=change)
 

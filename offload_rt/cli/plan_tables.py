@@ -224,15 +224,11 @@ def _print_curve(curve: Sweep) -> None:
 
 def show_json(forecast: Forecast, others: Alternatives) -> None:
     """Print a forecast with its alternatives as one JSON object."""
-    print(json.dumps(_as_json(forecast, others), default=str))  # dtypes
-
-
-def _as_json(forecast: Forecast, others: Alternatives) -> dict[str, Any]:
     request = forecast.request
     machine = forecast.machine
     fitted = forecast.memory_plan
     curve = others.sweep
-    return {
+    content = {
         "model": request.config.model,
         "draft_model": request.config.draft_model,
         "draft_quantize": request.models[1].rounding if request.models[1] else None,
@@ -273,6 +269,7 @@ def _as_json(forecast: Forecast, others: Alternatives) -> dict[str, Any]:
             }
         ),
     }
+    print(json.dumps(content, default=str))  # dtypes
 
 
 def _figures(forecast: Forecast | None) -> dict[str, Any]:

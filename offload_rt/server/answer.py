@@ -64,14 +64,6 @@ class Choice:
         """Finish reason as named by OpenAI; None before the end."""
         return "tool_calls" if self.end and self.calls else self.end
 
-    def parse(self, piece: Piece) -> Parsed:
-        """Parse the text of a piece."""
-        if self.parser is None:
-            return Parsed(text=piece.text)
-        if self.parser.is_reasoning:
-            self.n_reasoning += len(piece.token_ids)
-        return self.parser.feed(piece.text, piece.finish_reason is not None)
-
     def locate(self, tokens: Sequence[int]) -> list[int]:
         """Return the text offset of each token, and advance behind the tokens.
 
@@ -146,7 +138,10 @@ class Answer:
         choice = self.choices[i]
         if self.request.reads_only:
             piece = replace(piece, text="", token_ids=[], logprobs=[])
-        parsed = choice.parse(piece)
+        parsed = Parsed(text=piece.text)
+        if choice.parser is not None:
+            choice.n_reasoning += len(piece.token_ids) if choice.parser.is_reasoning else 0
+            parsed = choice.parser.feed(piece.text, piece.finish_reason is not None)
         choice.end = piece.finish_reason
         choice.stop = piece.stop_reason
         if self.request.parallel_tool_calls is False:

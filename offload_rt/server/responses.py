@@ -77,7 +77,20 @@ class ResponsesRequest(BaseModel):
         if self.instructions:
             turns.add("system", self.instructions)
         for item in self.input:
-            _add_item(turns, item)
+            kind = item.get("type", "message")
+            if kind == "message" and item.get("role") == "assistant":
+                turns.add_answer(text_of(item.get("content")))
+            elif kind == "message":
+                turns.add(str(item.get("role")), item.get("content"))
+            elif kind == "function_call":
+                turns.add_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            elif kind == "function_call_output":
+                turns.add("tool", item.get("output"), tool_call_id=item.get("call_id"))
+            elif kind == "reasoning":
+                turns.add_answer(text_of(item.get("content")), "reasoning_content")
+            else:
+                problem = f"input of type {reprlib.repr(kind)}"
+                raise SettingsError(problem, need="messages and calls")
         return turns.messages
 
     def echo(self) -> Json:
@@ -94,22 +107,6 @@ class ResponsesRequest(BaseModel):
             "previous_response_id": None,
             "store": False,
         }
-
-
-def _add_item(turns: Turns, item: Json) -> None:
-    kind = item.get("type", "message")
-    if kind == "message" and item.get("role") == "assistant":
-        turns.add_answer(text_of(item.get("content")))
-    elif kind == "message":
-        turns.add(str(item.get("role")), item.get("content"))
-    elif kind == "function_call":
-        turns.add_call(item.get("call_id"), item.get("name"), item.get("arguments"))
-    elif kind == "function_call_output":
-        turns.add("tool", item.get("output"), tool_call_id=item.get("call_id"))
-    elif kind == "reasoning":
-        turns.add_answer(text_of(item.get("content")), "reasoning_content")
-    else:
-        raise SettingsError(f"input of type {reprlib.repr(kind)}", need="messages and calls")
 
 
 @dataclass
