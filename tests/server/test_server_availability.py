@@ -34,17 +34,10 @@ from support.serving import (
 )
 
 from offload_rt.errors import SettingsError
-from offload_rt.server import (
-    bodies,
-    completions,
-    connection,
-    messages,
-    protocol,
-    responses,
-    service,
-)
+from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access
+from offload_rt.server.messages import MessagesRequest
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
 
@@ -87,7 +80,7 @@ class Recorder(BaseModel):
     (protocol.CompletionRequest, "allowed_token_ids", [1], "16384 items"),
     (protocol.CompletionRequest, "bad_words", ["x"], "1024 items"),
     (responses.ResponsesRequest, "input", [{}], "4096 items"),
-    (messages.MessagesRequest, "stop_sequences", ["x"], "64 items"),
+    (MessagesRequest, "stop_sequences", ["x"], "64 items"),
 ])  # fmt: skip
 def test_lists_and_texts_have_limits(kind, name, value, limit):
     n = int(limit.split()[0])
@@ -165,14 +158,6 @@ def test_counts_equal_those_of_the_parsed_value(value, is_ascii):
     assert found == count_by_walking(value)
 
 
-def is_on_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch):
     places: list[tuple[str, bool]] = []
 
@@ -181,7 +166,7 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
             original = getattr(owner, name)
 
             def watched(*args: Any, name: str = name, original: Any = original, **more: Any) -> Any:
-                places.append((name, is_on_event_loop()))
+                places.append((name, asyncio._get_running_loop() is not None))
                 return original(*args, **more)
 
             monkeypatch.setattr(owner, name, watched)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from check_templates import CASES, failures, rendered, tokenizer_of
 from hypothesis import HealthCheck, given, settings
@@ -68,14 +67,8 @@ def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
 
 def accepted(compiler, tokenizer, outputs, text):
     """Whether a text is a complete answer of a grammar."""
-    grammar = compiler.compile(outputs)
-    for token in [*tokenizer.encode(text, add_special_tokens=False), 0]:
-        masks = grammar.masks_after([()]).numpy().view("uint8")
-        if not np.unpackbits(masks, bitorder="little")[token]:
-            return False
-        if token:
-            grammar.advance(token)
-    return True
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), 0]
+    return compiler.compile(outputs).n_allowed(tokens) == len(tokens)
 
 
 def calls_of(chat_format, is_single=True, around=None):
