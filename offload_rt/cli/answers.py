@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Answer:
-    """An answer so far.
-
-    finish_reason  None until the end
-    """
+    """An answer so far; `finish_reason` is None until the end."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -61,10 +58,7 @@ class Answers:
         n: int,
         console: "Console",
     ) -> "list[Output]":
-        """Collect the pieces of `n` answers per prompt and print all answers.
-
-        The first answer to a single prompt is streamed.
-        """
+        """Print `n` answers per prompt; the first answer to a single prompt is streamed."""
         from rich.progress import MofNCompleteColumn
 
         from offload_rt.system.progress import progress_bar
@@ -108,13 +102,11 @@ class Answers:
         return Totals.of_passes(list(self._passes.values()), n_answers)
 
     def print_unfinished(self, code: int) -> None:
-        """After an early end, print the rest of the output and the speed.
-
-        code  exit code; JSON is printed after an interrupt, and if there is a token
-        """
+        """After an early end, print the rest of the output and the speed."""
         if self.is_printed:
             return
         is_interrupted = code == INTERRUPTED
+        # JSON is printed after an interrupt, and if there is a token.
         if self._passes or (self.as_json and is_interrupted):
             self._print("interrupted" if is_interrupted else "error")
         if self._passes and not self.is_quiet:
@@ -123,10 +115,7 @@ class Answers:
             print(report(self.totals(), None, {}), file=sys.stderr)
 
     def _print(self, unfinished: str) -> None:
-        """Print what was not streamed.
-
-        unfinished  reason for the end of unfinished answers
-        """
+        """Print what was not streamed; unfinished answers end for the reason `unfinished`."""
         if self.as_json:
             objects = [self._object(i, unfinished) for i in range(len(self.by_prompt))]
             print(json.dumps(objects if len(objects) > 1 else objects[0]), flush=True)

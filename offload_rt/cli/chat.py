@@ -104,10 +104,7 @@ def main(flags: Namespace) -> None:
 
 @dataclass
 class _Chat:
-    """Connects a conversation with a model, its input and its output.
-
-    figures  figures of the last answer
-    """
+    """Connects a conversation with a model, its input and its output."""
 
     llm: "LLM"
     template: TemplateSettings
@@ -133,10 +130,7 @@ class _Chat:
             print(f"error: {error.for_command_line}", file=sys.stderr)
 
     def _answer(self, messages: list[Message]) -> None:
-        """Print the answer to a conversation that ends with a message of the user.
-
-        Raises CapacityError or PromptError if the messages cannot be answered.
-        """
+        """Print the answer to the last message. Raises CapacityError or PromptError."""
         template = replace(self.template, system=self.conversation.system)
         change = _LONGER if self.llm.requests.has_more_positions else _CHANGE
         try:

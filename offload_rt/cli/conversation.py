@@ -51,13 +51,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Conversation:
-    """Messages so far and the settings of the next answer.
-
-    messages     turns of user and assistant, oldest first
-    attached     texts of files for the next message
-    images       data URLs of images for the next message
-    has_vision   whether the model reads images
-    """
+    """Messages so far, and texts, data URLs of images and settings for the next message."""
 
     params: SamplingParams
     system: str | None = None
@@ -82,10 +76,7 @@ class Conversation:
         return self.messages[:-1]
 
     def run(self, line: str) -> str:
-        """Execute a command that needs no model. Returns the text to show.
-
-        Raises SettingsError or PromptError for an unknown command or wrong arguments.
-        """
+        """Execute a command; returns the text to show. Raises SettingsError or PromptError."""
         command, rest = split_command(line)
         handlers = {
             "/help": self._help,

@@ -36,10 +36,7 @@ _LEAST_GAIN = 1.1
 
 @dataclass(frozen=True)
 class Check:
-    """A checked part of the machine.
-
-    fix  what to do about a missing part; "" if nothing is missing
-    """
+    """A checked part of the machine; `fix` names the remedy of a missing part."""
 
     name: str
     value: str
@@ -116,10 +113,7 @@ def main(flags: Namespace) -> None:
 
 
 def _checks(disk_gbps: float | None) -> Iterator[Check]:
-    """Check one part after the other. torch loads for seconds, so its checks come last.
-
-    disk_gbps  None for an unknown rate
-    """
+    """Check one part after the other. torch loads for seconds, so its checks come last."""
     yield Check("offload-rt", f"{__version__}, Python {python_version()}")
     limit = machine.memory_limit()
     free = machine.memory_free()

@@ -31,10 +31,7 @@ _N_PLAIN = 4
 
 
 def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> dict[str, float]:
-    """Load a model with a progress bar, and print its notices.
-
-    Returns the seconds of loading weights and of measuring passes.
-    """
+    """Load a model and print its notices. Returns the seconds of loading and measuring."""
     started = loaded = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
@@ -149,12 +146,7 @@ def report(
     phases: Mapping[str, float],
     is_verbose: bool = False,
 ) -> str:
-    """Return the closing report: speed, tokens, start; with details about plain decoding and link.
-
-    The speed-up is printed if passes of plain decoding were measured, here or as a baseline.
-
-    phases  seconds of the phases before the first pass, by name; empty after an early end
-    """
+    """Return the closing report: speed, tokens, seconds of the phases before the first pass."""
     plain_s = totals.plain_s if baseline_s is None else baseline_s
     answers = f" of {totals.n_answers} answers" if totals.n_answers > 1 else ""
     lines = [

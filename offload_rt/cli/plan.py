@@ -85,11 +85,7 @@ def main(flags: Namespace) -> None:
 
 
 def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:
-    """Print the plan for the flags of this command; absent flags have their defaults.
-
-    disk_source  origin of the rate in `flags.disk`
-    Raises CapacityError if the model does not fit.
-    """
+    """Print the plan for flags of this command. Raises CapacityError if the model is too large."""
     settings = from_flags(PlanSettings, flags)
     config = from_flags(EngineConfig, flags)
     settings.check(config)
@@ -170,10 +166,7 @@ def _is_here(config: EngineConfig) -> bool:
 
 
 def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Forecast]") -> None:
-    """Print a forecast with its alternatives, as tables or as JSON.
-
-    places  forecasts by placement of the draft model, fastest first
-    """
+    """Print a forecast with its alternatives; `places` are draft placements, fastest first."""
     from offload_rt.cli.plan_request import assumed
     from offload_rt.cli.plan_tables import show, show_json
     from offload_rt.planning import drafters

@@ -48,10 +48,7 @@ def with_card(settings: PlanSettings, config: EngineConfig) -> Machine:
 
 
 def without_weights(settings: PlanSettings, config: EngineConfig, disk_source: str) -> Machine:
-    """Describe this machine, for models whose weights are elsewhere.
-
-    disk_source  origin of the disk rate in the settings
-    """
+    """Describe this machine, for models whose weights are elsewhere."""
     from offload_rt.planning.local import this_machine
 
     source = f"--disk: {DISK} assumed" if settings.disk is None else disk_source
@@ -59,10 +56,7 @@ def without_weights(settings: PlanSettings, config: EngineConfig, disk_source: s
 
 
 def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = False) -> Forecast:
-    """Predict a run on this machine, by the memory plan of the run itself.
-
-    is_clipped  shorten context and answer to the maximum length of the plan
-    """
+    """Predict a run by its own memory plan; `is_clipped` shortens context and answer to it."""
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
     from offload_rt.planning.local import measure_passes, this_machine
@@ -123,10 +117,7 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
 
 
 def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Forecast]:
-    """Predict a draft model on the first GPU and sharded over all GPUs, fastest first.
-
-    Empty if the setting or the models leave a single placement.
-    """
+    """Predict a draft model on one GPU and on all, fastest first; empty for a single place."""
     (target, draft), ranks = request.models, replace(machine.ranks, split_draft=True)
     if split != "auto" or ranks.n_parts == 1 or draft is None or draft.stand_in:
         return {}
@@ -141,11 +132,7 @@ def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Fo
 
 
 def assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> Assumed:
-    """Return the acceptance of the models of a config.
-
-    name     see `assume`
-    drafter  name of the drafter, "none" for plain decoding
-    """
+    """Return the acceptance of the models of a config; `name` as in `assume`."""
     target, draft = (
         known_name(model) or model.lower() for model in (config.model, config.draft_model or "")
     )

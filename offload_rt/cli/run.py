@@ -199,14 +199,10 @@ def _report(
     outputs: list["Output"],
     settings: RunSettings,
     phases: Mapping[str, float],
-    n_wanted: int | None,
+    max_tokens: int | None,
     console: "Console",
 ) -> None:
-    """Print the report to stderr: all answers together, then the details of each prompt.
-
-    phases    seconds of the phases before the first pass
-    n_wanted  maximum tokens of an answer
-    """
+    """Print the report of all answers to stderr, then the details of each prompt."""
     from offload_rt.cli.format import describe_tree, report, tree_line
 
     context = max(len(output.prompt_token_ids) for output in outputs)
@@ -214,7 +210,7 @@ def _report(
     text = report(answers.totals(), baseline, phases, settings.verbose)
     console.print(text, highlight=False, soft_wrap=True)
     if any(
-        answer.finish_reason == "length" and len(answer.token_ids) < (n_wanted or math.inf)
+        answer.finish_reason == "length" and len(answer.token_ids) < (max_tokens or math.inf)
         for output in outputs
         for answer in output.outputs
     ):

@@ -80,11 +80,7 @@ class Choice:
 
 @dataclass(eq=False)
 class Answer:
-    """All answers to one request; answers to the same prompt are adjacent.
-
-    n         number of answers
-    n_prompt  tokens of all prompts
-    """
+    """All answers to one request; answers to the same prompt are adjacent."""
 
     request: GenerationRequest
     n: int

@@ -58,11 +58,7 @@ def make_app(
     access: Access = _OPEN,
     chat_format: ChatFormat | None = None,
 ) -> FastAPI:
-    """Build the app of a model.
-
-    name         name of the model for clients
-    chat_format  format of answers; None: by the chat template
-    """
+    """Build the app of a model, with its name for clients."""
     chat_format = chat_format or ChatFormat.select(llm.tokenizer, "auto", "auto")
     prompts = PromptEncoder(llm.requests, limits.fetch, chat_format.tool_format)
     service = Service(llm, name, limits, chat_format, prompts, Metrics(llm))

@@ -88,11 +88,7 @@ def read_body(kind: type[Body], raw: bytes, max_prompt_tokens: int) -> Body:
 
 
 def check_counts(name: str, texts: Iterable[bytes], max_values: int = 0) -> None:
-    """Raise SettingsError if JSON texts contain too much together, before any object is built.
-
-    name        of the texts
-    max_values  raises the limit of values
-    """
+    """Raise SettingsError if JSON texts contain too much together, before parsing."""
     counts = sum(map(counts_of, texts), Counter[str]())
     for kind, limit in (_MAX_COUNTS | {"values": max(_MAX_COUNTS["values"], max_values)}).items():
         if counts[kind] > limit:

@@ -164,18 +164,11 @@ class CallFormat:
         return self.begin + (self.between or "").join(texts) + self.end
 
     def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
-        """Build the Lark grammar of an answer that may contain calls; None: no constraint.
-
-        functions  of OpenAI's `tools`
-        formats    fields of StructuredOutputs
-        """
+        """Build the Lark grammar of an answer that may contain calls; None: no constraint."""
         return None
 
     def around(self, lark: Lark, has_calls: bool) -> str | None:
-        """Build the grammar around an answer; None if the reasoning is between tags.
-
-        has_calls  whether the answer consists of calls
-        """
+        """Build the grammar around an answer; None if the reasoning is between tags."""
         return None
 
     def adapt(self, turns: list[Json], tools: list[Json] | None) -> tuple[list[Json], Any]:
@@ -189,10 +182,7 @@ class CallFormat:
         return joined([{"role": role, "content": "\n".join(lines)}, *adapted]), tools
 
     def _adapted(self, turn: Json, ids: dict[str, str]) -> Json:
-        """Convert ids and arguments of a message, or its calls to text.
-
-        ids  converted ids of the calls so far
-        """
+        """Convert ids and arguments of a message, or its calls to text; collects ids in `ids`."""
         style = self.style
         entry = {**turn}
         calls = [{**call, "function": {**call["function"]}} for call in calls_of(turn)]

@@ -14,11 +14,7 @@ _IDS = {Mark.ID: "/[A-Za-z0-9_-]{1,40}/", Mark.INDEX: "/[0-9]{1,3}/"}
 
 
 def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_single: bool) -> str:
-    """Build the grammar of an answer that consists of calls.
-
-    functions  of OpenAI's `tools`
-    is_single  whether the answer is exactly one call
-    """
+    """Build the grammar of an answer that consists of calls, or of exactly one call."""
 
     def spell(text: str, name: str = "") -> str:
         parts = re.split("([\0\1])", text.replace(Mark.NAME, name))

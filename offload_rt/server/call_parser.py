@@ -26,10 +26,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 class CallParser(AnswerParser):
-    """Parser of calls. Everything except calls of offered tools is content.
-
-    tools  JSON schemas of the offered tools by name
-    """
+    """Parser of calls. Everything except calls of offered tools is content."""
 
     def __init__(self, form: CallFormat, tools: Mapping[str, Json]) -> None:
         self._form = form
@@ -195,10 +192,7 @@ def _nested(text: str) -> str:
 
 
 def _items(pairs: Pairs, match: Any, properties: Json) -> Iterator[tuple[str, Any]]:
-    """Convert the arguments of a call.
-
-    properties  JSON schemas of the arguments
-    """
+    """Convert the arguments of a call by the JSON schemas of its properties."""
     kinds = {"".join(middle.split()): kind for middle, kind in pairs.kinds.items()}
     quote = pairs.closings["string"] if len(kinds) > 1 else ""
     groups = map(match.captures, ("key", "middle", "value"))
@@ -282,12 +276,7 @@ def _relaxed(text: str, quote: str) -> Any:
 
 
 def openai_call(tools: Mapping[str, Json], name: Any, arguments: Any) -> Json | None:
-    """Build a call in the format of OpenAI.
-
-    tools      offered tools by name
-    arguments  an object, or its JSON text
-    Returns None unless an offered tool is called with an object of arguments.
-    """
+    """Build a call in OpenAI's format; None unless an offered tool is called with an object."""
     if isinstance(arguments, str):
         arguments = decoded(arguments)
     is_offered = isinstance(name, str) and name in tools

@@ -49,11 +49,7 @@ class TaggedParser(AnswerParser):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Format of the answers of a model.
-
-    tool_format  format of tool calls
-    tags         texts around the reasoning; None without such tags
-    """
+    """Format of the answers of a model; `tags` are the texts around its reasoning."""
 
     tokenizer: PreTrainedTokenizerBase | None
     tool_format: CallFormat
@@ -104,22 +100,14 @@ class ChatFormat:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(prompt[-_TAIL:]))
 
     def parser(self, tools: Mapping[str, Json], tail: str) -> AnswerParser:
-        """Build the parser of an answer.
-
-        tools  JSON schemas of the parameters, by name of the offered tools
-        tail   end of the prompt
-        """
+        """Build the parser of an answer from JSON schemas of tools by name and the prompt's end."""
         parser = parser_of(self.tool_format, tools)
         if self.tags is None:
             return parser
         return TaggedParser(ReasoningSplitter(self.tags.opens(tail), self.tags), parser)
 
     def around(self, tail: str, has_calls: bool) -> str | None:
-        """Build the grammar around a constrained answer; None if nothing precedes the answer.
-
-        tail       end of the prompt
-        has_calls  whether the constraint is a grammar of calls
-        """
+        """Build the grammar around a constrained answer; None if nothing precedes the answer."""
         around = self.tool_format.around(self.lark, has_calls)
         if around is not None:
             return around

@@ -121,10 +121,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def make_server(app: ASGIApp, drain_s: int, limits: ConnectionLimits) -> uvicorn.Server:
-    """Build the HTTP server of an app.
-
-    drain_s  time for open requests after SIGTERM
-    """
+    """Build the HTTP server of an app, with a time for open requests after SIGTERM."""
     protocol = type("Protocol", (BoundedProtocol,), {"limits": limits})
     config = uvicorn.Config(
         app,

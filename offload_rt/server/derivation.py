@@ -158,10 +158,7 @@ def _answer(render: Render, message: Json) -> str:
 
 
 def _calls(render: Render, style: Style, *kinds: Sequence[str]) -> str:
-    """Render an answer with calls; empty if the template fails.
-
-    kinds  types of the arguments of each call
-    """
+    """Render an answer with calls, by types of arguments; empty if the template fails."""
     calls = []
     for i, (name, types) in enumerate(zip(_NAMES, kinds, strict=False)):
         arguments: Any = {key: _VALUES[kind] for key, kind in zip(_KEYS, types, strict=True)}

@@ -17,10 +17,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 def error_response(
     status: int, message: str, code: str | None = None, retry_after_s: int | None = None
 ) -> JSONResponse:
-    """Build an error in the format of OpenAI and Anthropic.
-
-    Clients retry only with `retry_after_s`.
-    """
+    """Build an error of OpenAI and Anthropic. Clients retry only with `retry_after_s`."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     headers = {"x-should-retry": "false"}
     if retry_after_s is not None:

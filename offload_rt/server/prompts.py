@@ -25,11 +25,7 @@ _IMAGE_THREADS = 2
 
 @dataclass(eq=False)
 class PromptEncoder:
-    """Converts requests to prompts of a model.
-
-    fetch        reads images behind http URLs; None: refuse them
-    tool_format  converts messages and tools for the chat template
-    """
+    """Converts requests to prompts; without `fetch`, images behind http URLs are refused."""
 
     requests: RequestBuilder
     fetch: Fetch | None
@@ -41,10 +37,7 @@ class PromptEncoder:
     async def encode(
         self, request: GenerationRequest, is_checked: bool = True
     ) -> list[EncodedPrompt]:
-        """Encode the prompts of a request in a worker thread.
-
-        is_checked  truncate prompts, and refuse prompts that cannot be continued
-        """
+        """Encode prompts in a worker thread; `is_checked` truncates and verifies prompts."""
         # Images have threads of their own, because they take seconds.
         is_slow = isinstance(request, ChatRequest) and has_images(request.messages)
         threads = self._image_threads if is_slow else None
@@ -76,11 +69,7 @@ class PromptEncoder:
         return prompt[max(len(prompt) - n, 0) :]
 
     def _render(self, request: ChatRequest) -> EncodedPrompt:
-        """Encode a conversation.
-
-        Raises PromptError or SettingsError for input that the chat template ignores, and for
-        images that the model cannot read.
-        """
+        """Encode a conversation. Raises PromptError or SettingsError for input without effect."""
         variables = request.template_variables
         # Clients may set variables of the template, but no template of their own.
         arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

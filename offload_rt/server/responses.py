@@ -111,11 +111,7 @@ class ResponsesRequest(BaseModel):
 
 @dataclass
 class _Item:
-    """An output item of a stream.
-
-    kind   as in `type`
-    event  prefix of its events: the type of its content part, or the arguments of a call
-    """
+    """An output item of a stream; `event` is the prefix of its events."""
 
     kind: str
     event: str
@@ -236,10 +232,7 @@ class ResponsesWriter:
         return events
 
     def _close(self, status: str = "completed") -> list[str]:
-        """Return the last events of the current output item.
-
-        status  of the response
-        """
+        """Return the last events of the current output item, for a response of this status."""
         if not self._items:
             return []
         item = self._items[-1]

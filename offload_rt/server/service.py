@@ -113,11 +113,7 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Service:
-    """A model and its open requests.
-
-    n_open                answers of these requests
-    n_grammar_characters  of their structured outputs
-    """
+    """A model and its open requests, with their answers and characters of grammars."""
 
     llm: LLM
     name: str
@@ -155,10 +151,7 @@ class Service:
             return await asyncio.to_thread(read_body, kind, bytes(raw), self.llm.max_model_len)
 
     async def answer(self, http: Request, body: Any, kind: type[Writer]) -> Response:
-        """Answer a request, as a stream or whole.
-
-        body  request body of an API, with a method `generation`
-        """
+        """Answer a request, as a stream or whole. Bodies of all APIs have a method `generation`."""
         request: GenerationRequest = await asyncio.to_thread(body.generation)
         self.check_model(request.model)
         params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
@@ -197,11 +190,7 @@ class Service:
         )
 
     def _admit(self, n: int, n_characters: int = 0) -> None:
-        """Reserve queue places, until `_deltas` ends. Raises Refused if the queue is full.
-
-        n             answers
-        n_characters  of a grammar
-        """
+        """Reserve n places in the queue until `_deltas` ends. Raises Refused for a full queue."""
         engine = self.llm.engine
         if engine.is_short:
             reason = "device memory is exhausted by running answers"
@@ -326,10 +315,7 @@ class Service:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events with a deadline, also for clients that do not read.
-
-    deltas  closed at the end, so that the answers are aborted at once
-    """
+    """Server-sent events with a deadline, also for clients that do not read."""
 
     def __init__(
         self,

@@ -23,10 +23,7 @@ class Turns:
         turn[key] = turn.get(key, "") + text
 
     def add_call(self, call_id: object, name: object, arguments: object) -> None:
-        """Append a tool call of the assistant.
-
-        arguments  as JSON text or as an object
-        """
+        """Append a tool call of the assistant, with arguments as JSON text or as an object."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self._assistant().setdefault("tool_calls", []).append(call)
@@ -38,12 +35,7 @@ class Turns:
 
 
 def as_tools(tools: list[Json] | None, kind: str, schema: str) -> list[Json] | None:
-    """Convert tools to those of chat completions.
-
-    kind    required type
-    schema  key of the parameters
-    Raises SettingsError for tools of other types.
-    """
+    """Convert tools to those of chat completions. Raises SettingsError for other types."""
     converted = []
     for tool in tools or ():
         if tool.get("type", kind) != kind:
