@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
 from offload_rt.cli.run import read_input
 from offload_rt.config import EngineConfig, check_folder, check_positive, setting
@@ -125,10 +125,7 @@ def new_parser() -> Parser:
 def main(flags: Namespace) -> None:
     """Run the command."""
     settings = from_flags(CalibrateSettings, flags)
-    config = from_flags(EngineConfig, flags)
-    from offload_rt.weights.locate import check_paths
-
-    check_paths(config)
+    config = engine_config(flags)
     if config.draft_model is None:
         raise SettingsError("calibrate", need="a draft model", change="set --draft-model")
     if config.tree_size == 1:

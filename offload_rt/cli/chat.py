@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.cli.conversation import COMMANDS, PARAMETERS, Conversation, Message, split_command
-from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command, interrupts_held
 from offload_rt.cli.run import TemplateSettings
 from offload_rt.config import EngineConfig, setting
@@ -70,15 +70,11 @@ def new_parser() -> Parser:
 def main(flags: Namespace) -> None:
     """Run the command."""
     settings = from_flags(ChatSettings, flags)
-    config = from_flags(EngineConfig, flags)
     params = from_flags(SamplingParams, flags)
     template = from_flags(TemplateSettings, flags)
+    config = engine_config(flags)
     # Imported late: a wrong flag or path is reported before torch loads for seconds.
     from rich.console import Console
-
-    from offload_rt.weights.locate import check_paths
-
-    check_paths(config)
 
     from offload_rt.cli.format import follows, load
     from offload_rt.llm import LLM

@@ -76,22 +76,15 @@ class Conversation:
         return self.messages[:-1]
 
     def run(self, line: str) -> str:
-        """Execute a command; returns the text to show. Raises SettingsError or PromptError."""
+        """Execute a command by its method; returns the text to show.
+
+        Raises SettingsError or PromptError for an unknown command or wrong arguments.
+        """
         command, rest = split_command(line)
-        handlers = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/undo": self._undo,
-            "/system": self._set_system,
-            "/set": self._set,
-            "/file": self._attach,
-            "/image": self._attach_image,
-            "/save": self._save,
-            "/load": self._load,
-        }
-        if command not in handlers:
+        handle = getattr(self, f"_{command[1:]}", None) if command in COMMANDS else None
+        if handle is None:
             raise SettingsError(f"{command} is not a command", change="/help lists the commands")
-        return handlers[command](rest)
+        return str(handle(rest))
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))
@@ -102,7 +95,7 @@ class Conversation:
         self._drop_attached()
         return "new conversation"
 
-    def _set_system(self, text: str) -> str:
+    def _system(self, text: str) -> str:
         self.system = text or None
         return f"system message: {text}" if text else "no system message"
 
@@ -147,7 +140,7 @@ class Conversation:
         self.params = replace(self.params, **{name: parsed})
         return f"{name} {parsed}"
 
-    def _attach(self, argument: str) -> str:
+    def _file(self, argument: str) -> str:
         path = _path("/file", argument)
         text = _read(path)
         fence = "```"
@@ -156,7 +149,7 @@ class Conversation:
         self.attached.append(f"{path.name}:\n{fence}\n{text}\n{fence}")
         return f"{path.name} is part of the next message ({len(text)} characters)"
 
-    def _attach_image(self, argument: str) -> str:
+    def _image(self, argument: str) -> str:
         path = _path("/image", argument)
         if not self.has_vision:
             raise PromptError("/image", need="a model with a vision tower", have="a model of text")

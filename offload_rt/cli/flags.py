@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from offload_rt.config import flag_of
+from offload_rt.config import EngineConfig, flag_of
 from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
@@ -197,6 +197,15 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
         choices = item.metadata["choices"] or None
         default = None if default is MISSING else default
         group.add_argument(flag, default=default, type=kind, choices=choices, help=text)
+
+
+def engine_config(namespace: argparse.Namespace) -> EngineConfig:
+    """Build the settings of the engine. Raises SettingsError for invalid values and paths."""
+    from offload_rt.weights.locate import check_paths
+
+    config = from_flags(EngineConfig, namespace)
+    check_paths(config)
+    return config
 
 
 def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:

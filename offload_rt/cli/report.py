@@ -93,10 +93,6 @@ class _Pieces:
             covered[first:last] = True
         return covered
 
-    def share(self, pieces: NDArray[np.bool_]) -> float:
-        """Return the share of the window in these pieces."""
-        return float(self.shares[pieces].sum())
-
 
 def shares(spans: Sequence[Span]) -> Shares:
     """Divide the time of a run. Raises TraceError without a completed pass."""
@@ -119,8 +115,8 @@ def shares(spans: Sequence[Span]) -> Shares:
     return Shares(
         seconds=end - start,
         n_steps=len(verdicts),
-        link=pieces.share(link),
-        **{lane: pieces.share(covered) for lane, covered in activities.items()},
+        link=float(pieces.shares @ link),
+        **{lane: float(pieces.shares @ covered) for lane, covered in activities.items()},
         idle=_idle(reasons, pieces, ~link, activities) if link.any() else {},
     )
 
@@ -140,7 +136,8 @@ def _idle(
     divided = {}
     for name, covered in by_reason.items():
         during = {
-            lane: pieces.share(covered & idle & active) for lane, active in activities.items()
+            lane: float(pieces.shares @ (covered & idle & active))
+            for lane, active in activities.items()
         }
         divided[name] = {lane: share for lane, share in during.items() if share >= _MIN_PRINTED}
     return {name: during for name, during in divided.items() if during}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload_rt.cli.answers import Answers
 from offload_rt.cli.conversation import Message, image_url, user_turn
-from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import exit_code
 from offload_rt.config import EngineConfig, check_folder, setting
 from offload_rt.errors import PromptError, SettingsError
@@ -137,7 +137,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(flags: Namespace, answers: Answers) -> None:
     settings = from_flags(RunSettings, flags)
-    config = from_flags(EngineConfig, flags)
     params = replace(
         from_flags(SamplingParams, flags), structured_outputs=settings.structured_outputs
     )
@@ -150,12 +149,9 @@ def _run(flags: Namespace, answers: Answers) -> None:
     answers.as_json = settings.json and not settings.plan
     answers.is_quiet = settings.quiet
     started = time.perf_counter()
+    config = engine_config(flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from rich.console import Console
-
-    from offload_rt.weights.locate import check_paths
-
-    check_paths(config)
 
     from offload_rt.cli.format import follows, load
     from offload_rt.cli.plan import print_run_plan

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
@@ -95,11 +95,8 @@ def new_parser() -> Parser:
 def main(flags: Namespace) -> None:
     """Run the server until a signal."""
     settings = from_flags(ServeSettings, flags)
-    config = from_flags(EngineConfig, flags)
+    config = engine_config(flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
-    from offload_rt.weights.locate import check_paths
-
-    check_paths(config)
     try:
         from offload_rt.server.app import make_app
         from offload_rt.server.chat_format import ChatFormat
