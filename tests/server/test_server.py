@@ -6,7 +6,6 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
 from openai import OpenAI
 from support.serving import (
@@ -32,44 +31,6 @@ def rendered(llm: LLM, **more: Any) -> list[int]:
         TURNS, add_generation_prompt=True, return_dict=True, **more
     )
     return list(encoding["input_ids"])
-
-
-def test_completion_equals_generate(served):
-    completion = served.client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=12, temperature=0
-    )
-    (choice,) = completion.choices
-    assert choice.text == alone(served.llm, PROMPT, max_tokens=12)
-    names = (completion.object, completion.model, choice.finish_reason)
-    assert names == ("text_completion", "demo", "length")
-    usage = completion.usage
-    n = len(served.llm.encode(PROMPT))
-    counts = (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens)
-    assert counts == (n, 12, n + 12)
-
-
-def test_chat_stream_sends_the_role_first(served):
-    asked = {"model": "demo", "messages": TURNS, "max_completion_tokens": 9, "temperature": 0}
-    whole = served.client.chat.completions.create(**asked)
-    parts = list(served.client.chat.completions.create(**asked, stream=True))
-    deltas = [part.choices[0].delta for part in parts]
-    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
-    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
-    reasons = [part.choices[0].finish_reason for part in parts]
-    assert reasons == [None] * (len(parts) - 1) + ["length"]
-    assert {part.object for part in parts} == {"chat.completion.chunk"}
-    assert whole.object == "chat.completion"
-
-
-def test_chat_uses_the_template_of_the_model(served):
-    parts = [{"type": "text", "text": "import "}, {"type": "text", "text": "os\n"}]
-    completion = served.client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": parts}], max_tokens=8, temperature=0,
-        extra_body={"chat_template_kwargs": {"mark": "x = "}},
-    )  # fmt: skip
-    assert completion.choices[0].message.content == alone(
-        served.llm, rendered(served.llm, mark="x = "), max_tokens=8
-    )
 
 
 def test_completion_logprobs_with_echo(served):
@@ -142,14 +103,16 @@ def test_logprobs_have_the_requested_count(served, k):
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("is_continuous", [False, True])
-def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
+def test_stream_equals_the_whole_answer_with_usage_on_request(served, path, is_last, is_continuous):
     body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0}
     options = {"include_usage": is_last, "continuous_usage_stats": is_continuous}
     text = served.asked(f"/v1/{path}", body | {"stream": True, "stream_options": options})[2]
     *events, done = text.strip().split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert done == "data: [DONE]" and len({chunk["id"] for chunk in chunks}) == 1
-    expected = served.post(f"/v1/{path}", body)[1]["usage"]
+    whole = served.post(f"/v1/{path}", body)[1]
+    expected = whole["usage"]
+    (choice,) = whole["choices"]
     if is_last:
         last = chunks.pop()
         assert last["choices"] == [] and last["usage"] == expected
@@ -160,7 +123,19 @@ def test_usage_is_sent_on_request(served, path, is_last, is_continuous):
         assert (counts[0] == 0) == path.startswith("chat")
     else:
         assert told == [None] * len(told)
-    assert all(chunk["choices"] for chunk in chunks)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    reasons = [part["finish_reason"] for part in parts]
+    assert reasons == [None] * (len(parts) - 1) + ["length"]
+    if path == "completions":
+        objects = ("text_completion", "text_completion")
+        assert "".join(part["text"] for part in parts) == choice["text"]
+    else:
+        objects = ("chat.completion", "chat.completion.chunk")
+        first, *deltas = (part["delta"] for part in parts)
+        assert first == {"role": "assistant", "content": ""}
+        assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
+    assert {(whole["object"], chunk["object"]) for chunk in chunks} == {objects}
+    assert {entry["model"] for entry in (whole, *chunks)} == {"demo"}
 
 
 def test_pass_numbers_are_sent_on_request(served):
@@ -188,16 +163,6 @@ def test_unknown_fields_and_neutral_values_of_missing_features_are_accepted(serv
     assert status == 200 and answer["usage"]["completion_tokens"] == 2
 
 
-def test_openai_client_raises_its_errors(served):
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
-        served.client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError) as caught:
-        served.client.completions.create(model="demo", prompt="x " * 5000)
-    assert caught.value.code == "context_length_exceeded"
-    assert [model.id for model in served.client.models.list()] == ["demo"]
-    assert served.client.models.retrieve("demo").id == "demo"
-
-
 def test_tokenize_and_detokenize(served):
     ids = served.llm.encode(PROMPT)
     expected = {"tokens": ids, "count": len(ids), "max_model_len": 256}
@@ -206,7 +171,9 @@ def test_tokenize_and_detokenize(served):
     assert served.post("/detokenize", {"tokens": [2**31]}) == (200, {"prompt": ""})
     plain = served.post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False})[1]["tokens"]
     assert plain == served.llm.tokenizer.encode(PROMPT, add_special_tokens=False)
-    assert served.post("/tokenize", {"messages": TURNS})[1]["tokens"] == rendered(served.llm)
+    for variables in ({}, {"mark": "x = "}):
+        body = {"messages": TURNS, "chat_template_kwargs": variables}
+        assert served.post("/tokenize", body)[1]["tokens"] == rendered(served.llm, **variables)
 
 
 def test_tokenize_counts_the_prompt_of_a_chat_request(served):

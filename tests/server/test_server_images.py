@@ -114,6 +114,7 @@ def test_tool_results_contain_images(served, processor, monkeypatch):
 
 
 def test_models_describe_their_input(served, processor, monkeypatch):
+    assert [model.id for model in served.client.models.list()] == ["demo"]
     card = served.client.models.retrieve("demo").model_dump()
     assert card["input_modalities"] == ["text", "image"]
     assert card["max_body"] == LIMITS.body_nbytes
