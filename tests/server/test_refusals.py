@@ -29,7 +29,7 @@ COMPLETIONS = [
 FIELDS = [
     ({"logprobs": 21}, "logprobs"), ({"n": 5}, "n is 5"), ({"n": 10**30}, "n is"),
     ({"n": -1}, "n is -1"), ({"temperature": -1}, "temperature"), ({"suffix": "y"}, "suffix"),
-    ({"best_of": 3}, "best_of"), ({"model": "m" * 5000}, "no model"), ({"max_tokens": 0}, "max_tok"),
+    ({"best_of": 3}, "best_of"), ({"model": "m" * 500}, "no model"), ({"max_tokens": 0}, "max_tok"),
     ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": "many"}, "max_tokens"),
     ({"stop": ["a"] * 65}, "stop: List should have at most 64"), ({"stop": [""]}, "stop"),
     ({"stop": ""}, "stop"), ({"stream": "perhaps"}, "stream"),
