@@ -14,9 +14,10 @@ from support.tiny import (
     COMBINATIONS,
     DRAFTERS,
     Steady,
+    assert_drawn,
     begin,
-    chi_square_p,
     drafter_of,
+    exact_draws,
     logits_of,
     nearly,
     open_llm,
@@ -419,21 +420,6 @@ def small(tmp_path_factory):
     return save_pair(tmp_path_factory.mktemp("small"), target, nearly(target, 0.1))
 
 
-def exact_draws(probs, given, n, independent):
-    """The distribution of n sampled children in order: {tokens: probability}."""
-    probs = np.where(np.isin(np.arange(len(probs)), list(given)), 0.0, probs)
-    chances = {}
-    for tokens in itertools.product(range(len(probs)), repeat=n):
-        left = probs.copy()
-        p = 1.0
-        for token in tokens:
-            p *= left[token] / left.sum()
-            if not independent:
-                left[token] = 0.0
-        chances[tokens] = p
-    return chances
-
-
 @pytest.mark.parametrize(
     "prompt", [[1], [2, 0, 3, 5, 2, 0, 3]], ids=["plain", "with something to copy"]
 )
@@ -459,18 +445,14 @@ def test_children_are_drawn_from_their_distribution(small, name, rule, prompt):
     probs = torch.softmax(
         logits_of(small.draft_model, prompt)[-1].double() / TEMPERATURE, -1
     ).numpy()
-    exact = exact_draws(probs, given, n, trees[0].sampled.independent)
-    at = {tokens: i for i, tokens in enumerate(exact)}
-    counts = np.zeros(len(exact))
-    for tree, (is_sampled, _) in zip(trees, roots, strict=True):
-        counts[at[tuple(tree.tokens[is_sampled].tolist())]] += 1
-    expected = N_DRAWS * np.array(list(exact.values()))
-    assert counts[expected == 0].sum() == 0
-    rare = expected < 8
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    keep = expected > 0
-    assert chi_square_p(counts[keep], expected[keep] * counts.sum() / expected[keep].sum()) > 1e-6
+    exact = exact_draws(probs, n, trees[0].sampled.independent, given)
+    assert_drawn(
+        (
+            tuple(tree.tokens[children].tolist())
+            for tree, (children, _) in zip(trees, roots, strict=True)
+        ),
+        exact,
+    )
 
 
 @pytest.mark.parametrize(("settings", "words"), [

@@ -1,11 +1,9 @@
 """Parts of drafters: copying, sampling, growing, planning, learning, storing and refusing."""
 
 import heapq
-import itertools
 import json
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +14,10 @@ from hypothesis import strategies as st
 from support.tiny import (
     CASES,
     add_tokenizer,
+    assert_drawn,
     byte_level,
-    chi_square_p,
     drafter_of,
+    exact_draws,
     logits_of,
     metaspace,
     open_llm,
@@ -122,34 +121,6 @@ EXHAUSTED = torch.tensor([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
 N_DRAWS = 20_000
 
 
-def in_order(probs, n, struck=()):
-    """Return the distribution of n tokens drawn without replacement."""
-    chances = {}
-    for tokens in itertools.permutations(set(range(len(probs))) - set(struck), n):
-        p = 1.0
-        left = {token: float(probs[token]) for token in range(len(probs)) if token not in struck}
-        for token in tokens:
-            n_left = len(left)
-            total = sum(left.values())
-            q = left.pop(token)
-            p *= q / total if total > 0 else 1 / n_left
-        chances[tokens] = p
-    return chances
-
-
-def assert_drawn(children, exact):
-    counts = Counter(map(tuple, children.tolist()))
-    assert set(counts) <= {tokens for tokens, p in exact.items() if p > 0}
-    if len(counts) == 1:
-        assert max(exact.values()) > 0.999
-        return
-    possible = [(counts[tokens], p * len(children)) for tokens, p in exact.items() if p > 0]
-    common = [cell for cell in possible if cell[1] >= 8]
-    rare = np.array([cell for cell in possible if cell[1] < 8]).reshape(-1, 2).sum(0)
-    observed, expected = np.array([*common, rare] if rare[1] else common).T
-    assert chi_square_p(observed, expected) > 1e-6
-
-
 def generator():
     return torch.Generator().manual_seed(3)
 
@@ -163,7 +134,7 @@ def test_children_without_replacement(probs, n, struck):
     children = child_sampling.without_replacement(
         probs.expand(N_DRAWS, -1), n, generator(), mask if struck else None
     )
-    assert_drawn(children, in_order(probs, n, struck))
+    assert_drawn(map(tuple, children.tolist()), exact_draws(probs.numpy(), n, excluded=struck))
 
 
 def best_nodes(model, tokens, n, n_levels, temperature):

@@ -1,5 +1,6 @@
 """Exactness of verification by enumeration, with wrong versions; see docs/exactness.md."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from support.languages import (
     scripted,
     target_probs,
 )
-from support.tiny import chi_square_p, random_tree, sequence_of
+from support.tiny import assert_drawn, random_tree, sequence_of
 from torch import Tensor
 
 from offload_rt import SamplingParams
@@ -421,22 +422,18 @@ def test_consecutive_verdicts_are_independent(rule):
             if p_bonus > 0:
                 key = (decision.end, bonus)
                 acceptance[key] = acceptance.get(key, 0.0) + p * p_bonus
-    place = {key: i for i, key in enumerate(acceptance)}
-    n_pairs = 1500
     sequence = sequence_of(3)
-    counts = np.zeros((len(acceptance), len(acceptance)))
-    for _ in range(n_pairs):
+    pairs = []
+    for _ in range(1500):
         pair = []
         for _ in range(2):
-            pair.append(module.verify(tree, draft_probs, sequence))
-            sequence.tokens += [*tree.path_to((0, *pair[-1].path)[-1]), pair[-1].bonus]
-        counts[tuple(place[(0, *verdict.path)[-1], verdict.bonus] for verdict in pair)] += 1
-    expected = n_pairs * np.outer(list(acceptance.values()), list(acceptance.values()))
-    often = expected >= 5
-    rare = counts[~often].sum(), expected[~often].sum()
-    assert (
-        chi_square_p(np.append(counts[often], rare[0]), np.append(expected[often], rare[1])) > 1e-6
-    )
+            verdict = module.verify(tree, draft_probs, sequence)
+            end = (0, *verdict.path)[-1]
+            pair.append((end, verdict.bonus))
+            sequence.tokens += [*tree.path_to(end), verdict.bonus]
+        pairs.append(tuple(pair))
+    both = itertools.product(acceptance.items(), repeat=2)
+    assert_drawn(pairs, {(first, then): p * q for (first, p), (then, q) in both})
 
 
 # float32, as in real use.
@@ -502,51 +499,32 @@ def test_temperature_0_takes_the_argmax_path(rule):
     assert depths >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("rule", PLAIN)
-def test_small_residual_keeps_its_digits(rule):
-    """Subtraction from a sum of one would leave only its rounding."""
-    draft_probs = torch.tensor([[0.6, 0.4, 3e-9, 1e-9, 0.0]])
-    sampled = SampledNodes(
-        np.array([False, True, True, True]), draft_probs, np.array([0, -1, -1, -1])
-    )
-    tree = DraftTree(Topology(np.array([-1, 0, 0, 0])), torch.tensor([0, 0, 1, 2]), sampled)
-    target = torch.tensor([[0.1, 0.1, 0.1, 0.4, 0.3]] * 4)
-    uniforms = torch.full((4,), 0.99, dtype=torch.float64)
-    decision = load_rule(rule).decide(tree, target, uniforms)
-    end, probs = PLAIN[rule](tree, target, uniforms)
-    assert decision.end == end == 0
-    torch.testing.assert_close(decision.probs.double(), probs, rtol=0, atol=1e-6)
-
-
-SIBLINGS = Topology(np.array([-1, 0, 0]))
-
-
 @pytest.mark.parametrize("rule", RESIDUAL)
-def test_subnormal_residual_is_used_up(rule):
-    """They yield the uniform fallback without overflow."""
-    sampled = SampledNodes(
-        np.array([False, True, True]), torch.tensor([[1.0, 1e-40, 0.0, 0.0]]), np.array([0, -1, -1])
+@pytest.mark.parametrize(("draft", "target", "uniform", "expected"), [
+    # Subtraction from a sum of one would leave only its rounding.
+    ([0.6, 0.4, 3e-9, 1e-9, 0.0], [0.1, 0.1, 0.1, 0.4, 0.3], 0.99, None),
+    # Subnormal residuals yield the uniform fallback without overflow.
+    ([1.0, 1e-40, 0.0, 0.0], [0.4, 0.1, 0.3, 0.2], 0.999, [0.0, 0.0, 1.0, 0.0]),
+    # The largest noise rejects both deterministic children, with all the probability.
+    (None, [0.6145196, 0.38548037, 0.0], 1 - 2**-53, [0.6145196, 0.38548037, 0.0]),
+])  # fmt: skip
+def test_residuals_of_extreme_distributions(rule, draft, target, uniform, expected):
+    n = 4 if expected is None else 3
+    sampled = draft and SampledNodes(
+        np.arange(n) > 0, torch.tensor([draft]), np.minimum(-np.arange(n), 0).clip(-1)
     )
-    tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]), sampled)
-    target = torch.tensor([[0.4, 0.1, 0.3, 0.2]] * 3)
-    decision = load_rule(rule).decide(tree, target, torch.tensor([0.999] * 3, dtype=torch.float64))
-    torch.testing.assert_close(decision.probs, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+    tree = DraftTree(Topology.star(n), torch.tensor([0, *range(n - 1)]), sampled)
+    targets = torch.tensor([target] * n)
+    uniforms = torch.full((n,), uniform, dtype=torch.float64)
+    decision = load_rule(rule).decide(tree, targets, uniforms)
+    probs = torch.tensor(expected or []).double()
+    if expected is None:
+        end, probs = PLAIN.get(rule, plain_top_down)(tree, targets, uniforms)
+        assert decision.end == end == 0
+    torch.testing.assert_close(decision.probs.double(), probs, rtol=0, atol=1e-6)
 
 
 def test_draft_distribution_has_no_subnormal_numbers():
     probs = reference.probs_of(torch.tensor([[0.0, -92.0, -80.0, -200.0]]), 1.0)
     assert torch.softmax(torch.tensor([0.0, -92.0]), 0)[1] > 0
     assert probs[0, 1] == probs[0, 3] == 0 < probs[0, 2]
-
-
-@pytest.mark.parametrize("rule", RESIDUAL)
-def test_deterministic_children_with_all_the_probability(rule):
-    """The largest noise rejects both children."""
-    probs = torch.tensor([0.6145196, 0.38548037, 0.0])
-    assert probs.double().sum() < 1
-    tree = DraftTree(SIBLINGS, torch.tensor([0, 0, 1]))
-    target = probs.repeat(3, 1)
-    decision = load_rule(rule).decide(
-        tree, target, torch.full((3,), 1 - 2**-53, dtype=torch.float64)
-    )
-    assert decision.probs.sum() > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.languages import VOCABULARY, Language, distribution_under, outcomes
-from support.tiny import sequence_of
+from support.tiny import exact_draws, sequence_of
 from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
@@ -96,26 +96,14 @@ def every_tree(
             try:
                 yield grown(topology, kind, draft, grammar), p
             except _Undecided:
-                rows = [draws_of(row, asked.n, kind) for row in asked.probs]
+                independent = kind == "independent"
+                rows = [
+                    exact_draws(row.numpy(), asked.n, independent).items() for row in asked.probs
+                ]
                 for chosen in itertools.product(*rows):
                     tokens = torch.tensor([tokens for tokens, _ in chosen])
                     p_chosen = float(np.prod([q for _, q in chosen]))
                     scripts.append(((*script, tokens), p * p_chosen))
-
-
-def draws_of(probs: Tensor, n: int, kind: str) -> list[tuple[tuple[int, ...], float]]:
-    """Ordered draws of n tokens with their probabilities; uniform once nothing is left."""
-    draws = []
-    for tokens in itertools.product(range(VOCABULARY), repeat=n):
-        free = torch.ones(VOCABULARY, dtype=torch.float64)
-        p = 1.0
-        for token in tokens:
-            left = probs * free if bool((probs * free).sum() > 0) else free
-            p *= float(left[token] / left.sum())
-            free[token] = float(kind == "independent")
-        if p > 0:
-            draws.append((tokens, p))
-    return draws
 
 
 SHAPES = {"siblings": [-1, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}

@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from support.fake_gpu import record_graph
+from support.heads import assert_plain_texts
 from support.texts import (
     VOCABULARY,
     assert_distributions,
     exact_distributions,
     modifiers,
-    run_together,
     sampled_texts,
     small_model,
     small_pair,
@@ -172,24 +172,9 @@ def distributions(small):
 
 
 @pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
-def test_match_texts_equal_plain_decoding(small, small_llm, drafter):
+def test_match_texts_equal_plain_decoding(small_llm, drafter):
     """One draw per token; these drafters draw nothing."""
-    several = [
-        SamplingParams(max_new_tokens=12, seed=seed, temperature=(0.4, 0.8, 1.3)[seed % 3])
-        for seed in range(15)
-    ]
-
-    def texts(built, n_nodes):
-        sequences = [
-            Sequence([1, 2, 0] * (1 + i % 3), params, 64) for i, params in enumerate(several)
-        ]
-        return run_together(small_llm.engine.runner, built, load_rule("match"), sequences, n_nodes)
-
-    plain = texts(drafter_of(small_llm, "none", "match", DraftLimits(1, 1)), 1)
-    assert (
-        texts(drafter_of(small_llm, drafter, "match", DraftLimits(24, 8, fixed_size=True)), 24)
-        == plain
-    )
+    assert_plain_texts(small_llm, drafter, "match")
 
 
 # Texts of `match` and `coupled` equal those of plain decoding, and test_exactness.py enumerates

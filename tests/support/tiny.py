@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -507,6 +509,35 @@ def chi_square_p(observed: np.ndarray, expected: np.ndarray) -> float:
     statistic = torch.tensor(((observed - expected) ** 2 / expected).sum())
     freedom = torch.tensor(len(observed) - 1.0)
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+def assert_drawn(drawn: Iterable[Any], chances: Mapping[Any, float]) -> None:
+    """Chi-square with rare values pooled; impossible values never occur."""
+    counts = Counter(drawn)
+    possible = [(counts[value], p * counts.total()) for value, p in chances.items() if p > 0]
+    assert counts.total() == sum(n for n, _ in possible)
+    common = [cell for cell in possible if cell[1] >= 8]
+    rare = np.array([cell for cell in possible if cell[1] < 8]).reshape(-1, 2).sum(0)
+    observed, expected = np.array([*common, rare] if rare[1] else common).T
+    assert len(observed) == 1 or chi_square_p(observed, expected) > 1e-6
+
+
+def exact_draws(
+    probs: np.ndarray, n: int, independent: bool = False, excluded: Iterable[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The distribution of n sampled children in order; uniform once nothing is left."""
+    chances = {}
+    for tokens in itertools.product(range(len(probs)), repeat=n):
+        free = np.ones(len(probs))
+        free[list(excluded)] = 0
+        p = 1.0
+        for token in tokens:
+            left = probs * free if (probs * free).sum() > 0 else free
+            p *= left[token] / left.sum()
+            free[token] = independent
+        if p > 0:
+            chances[tokens] = p
+    return chances
 
 
 SPOKEN = [
