@@ -13,10 +13,11 @@ from offload_rt.kv.cache import KVBuffer
 from offload_rt.models.block_head import BlockHead
 from offload_rt.ops import to_device
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.head_model import HeadModel
+from offload_rt.speculate.head_model import LevelModel
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.rows import ROWS_PER_NODE
-from offload_rt.speculate.tree_state import TreeBuilder, TreeState, captured
+from offload_rt.speculate.tree_state import TreeState
+from offload_rt.tree.topology import path_up
 
 
 class BlockState(TreeState):
@@ -55,11 +56,7 @@ class BlockState(TreeState):
 
     def path(self, row: int) -> list[int]:
         """Return the tokens from the child of the root to a row."""
-        tokens = []
-        while row > 0:
-            tokens.append(self.tokens[row])
-            row = int(self._tree.parents[row])
-        return tokens[::-1]
+        return [self.tokens[place] for place in path_up(self._tree.parents, row)]
 
     def inherit(self) -> None:
         """Let new rows use the blocks of their parents."""
@@ -87,7 +84,7 @@ class BlockState(TreeState):
         return self.blocks[blocks, depths]
 
 
-class BlockModel(HeadModel):
+class BlockModel(LevelModel):
     """Block drafter with a cache of the target's hidden states per sequence.
 
     Row k of a block gives the distribution of the nodes at depth k + 1, so a tree needs no further
@@ -173,21 +170,15 @@ class BlockModel(HeadModel):
         self._buffers[sequence] = new
         return new
 
-    def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
-        outs = []
-        for builder in builders:
-            state = builder.state
-            assert isinstance(state, BlockState), "created by _begin"
-            state.inherit()
-            rows = state.new_rows
-            if rows.start and state.recomputes and (n := state.n_recomputable):
-                chosen = range(rows.start, rows.stop)[:n]
-                state.append(self._blocks(state, [state.path(row) for row in chosen]))
-            (tokens,) = to_device([torch.tensor(state.tokens[rows])], self.runner.device)
-            logits = self._spec.logits(self.runner.non_layer, state.hidden(), tokens)
-            reduce = captured(builder)
-            outs.append(reduce(logits) if reduce else logits)
-        return outs
+    def _logits_of(self, state: TreeState) -> Tensor:
+        assert isinstance(state, BlockState), "created by _begin"
+        state.inherit()
+        rows = state.new_rows
+        if rows.start and state.recomputes and (n := state.n_recomputable):
+            chosen = range(rows.start, rows.stop)[:n]
+            state.append(self._blocks(state, [state.path(row) for row in chosen]))
+        (tokens,) = to_device([torch.tensor(state.tokens[rows])], self.runner.device)
+        return self._spec.logits(self.runner.non_layer, state.hidden(), tokens)
 
 
 @dataclass(eq=False)

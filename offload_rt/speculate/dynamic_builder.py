@@ -14,7 +14,7 @@ from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.recycler import N_FIRST, TextCandidates, TextGrowth
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt.tree.topology import DraftTree, Topology, path_up
 
 # Maximum candidates per expanded node.
 _N_CHILDREN = 32
@@ -263,11 +263,7 @@ class DynamicTreeBuilder:
 
     def _path(self, node: int) -> tuple[int, ...]:
         """Return the tokens below the root up to a node."""
-        path: list[int] = []
-        while node > 0:
-            path.append(int(self._nodes.tokens[node]))
-            node = int(self._nodes.parents[node])
-        return tuple(path[::-1])
+        return tuple(self._nodes.tokens[path_up(self._nodes.parents, node)].tolist())
 
     def _expand(self) -> None:
         """Add rows of the nodes to compute next, best first.

@@ -37,14 +37,9 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
         """Return the path to the most probable pending node, and the number of tokens to guess."""
         nodes = self._nodes
         node = self._tip()
-        path = []
         n_levels_left = self._n_levels - 2 - int(nodes.depths[node])
         n_rows_left = ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)
-        n = min(n_max, n_levels_left, n_rows_left)
-        while node > 0:
-            path.append(int(nodes.tokens[node]))
-            node = int(nodes.parents[node])
-        return path[::-1], n
+        return [*self._path(node)], min(n_max, n_levels_left, n_rows_left)
 
     def guess(self, tree: DraftTree) -> None:
         """Add a chain of guessed tokens below the tip to the next pass."""

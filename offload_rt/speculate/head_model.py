@@ -186,16 +186,18 @@ class LevelModel(HeadModel):
         return state
 
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
-        depths = to_device(
-            [torch.from_numpy(builder.state.new_depths).long() for builder in builders],
-            self.runner.device,
-        )
         outs = []
-        for builder, rows in zip(builders, depths, strict=True):
-            logits = self._logits[builder.state.sequence].index_select(0, rows)
+        for builder in builders:
+            logits = self._logits_of(builder.state)
             reduce = captured(builder)
             outs.append(reduce(logits) if reduce else logits)
         return outs
+
+    def _logits_of(self, state: TreeState) -> Tensor:
+        """Return the logits (n, vocabulary) of the new rows."""
+        logits = self._logits[state.sequence]
+        depths = torch.from_numpy(state.new_depths).long()
+        return logits.index_select(0, *to_device([depths], logits.device))
 
 
 class MedusaModel(LevelModel):

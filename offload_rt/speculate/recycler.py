@@ -96,16 +96,15 @@ class PredictionTable:
 
 
 class KeyCalibration:
-    """Acceptance of stored predictions, by the tokens of their key and their probability."""
+    """Acceptance of stored predictions, by the tokens of their key and their probability.
+
+    Later observations do not change its estimates.
+    """
 
     def __init__(self, stats: PairStats, temperature: float) -> None:
         self._calibrations = [
             stats.at(f"recycled {n}", temperature).calibration for n in range(_LONGEST + 1)
         ]
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Use the observations so far for later estimates."""
         self._ratios = np.stack(
             [
                 calibration.ratios(prior)
@@ -129,23 +128,15 @@ class KeyCalibration:
 
 
 class Recycler:
-    """Stored predictions of all sequences, with calibrations by temperature.
+    """Stored predictions of all sequences.
 
     rates  acceptance of copied tokens
     """
 
     def __init__(self, stats: PairStats) -> None:
-        self._stats = stats
-        self._calibrations: dict[float, KeyCalibration] = {}
+        self.stats = stats
         self.table = PredictionTable()
         self.rates = MatchRates()
-
-    def calibration(self, temperature: float) -> KeyCalibration:
-        """Return the calibration at a temperature, with all observations so far."""
-        if temperature not in self._calibrations:
-            self._calibrations[temperature] = KeyCalibration(self._stats, temperature)
-        self._calibrations[temperature].refresh()
-        return self._calibrations[temperature]
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """Store the target's predictions at the prompt's last tokens."""
@@ -178,10 +169,6 @@ class Recycler:
         for context, tokens, probs in rows:
             self.table.keep(context, tokens, probs)
 
-    def candidates(self, sequence: Sequence, n_levels: int) -> "TextCandidates":
-        """Return the candidates of a tree of at most `n_levels` levels below a sequence."""
-        return TextCandidates(self, sequence, n_levels)
-
 
 class TextCandidates:
     """Candidates from the text below the nodes of a tree, by the tokens of their paths.
@@ -191,7 +178,7 @@ class TextCandidates:
 
     def __init__(self, recycler: Recycler, sequence: Sequence, n_levels: int) -> None:
         self._table = recycler.table
-        self._calibration = recycler.calibration(sequence.temperature)
+        self._calibration = KeyCalibration(recycler.stats, sequence.temperature)
         self._rates = recycler.rates
         self._sequence = sequence
         self._predictions: dict[Context, Prediction] = {}

@@ -21,7 +21,7 @@ from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import NgramMatch, append_ngram
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED, Recycler
+from offload_rt.speculate.recycler import N_PREDICTED, Recycler, TextCandidates
 from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Verdict
@@ -115,7 +115,7 @@ class TextDrafter(Drafter):
         state.clear(sequence.tokens[-1])
         state.computed()
         estimates = self.estimates_at(sequence.temperature)
-        text = self._recycler.candidates(sequence, size[1])
+        text = TextCandidates(self._recycler, sequence, size[1])
         builder = self._dynamic_type(sequence)(state, size, temperature, estimates, text, cost)
         return Proposal(builder, estimates)
 

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from offload_rt.ops.tree_mask import TreeMask
 
 
+def path_up(parents: np.ndarray, node: int) -> list[int]:
+    """Return the nodes from below the root to `node`; empty for the root."""
+    path = []
+    while node > 0:
+        path.append(node)
+        node = int(parents[node])
+    return path[::-1]
+
+
 @dataclass(frozen=True, eq=False)
 class Topology:
     """Shape of a tree with n nodes; node 0 is the root, and parents precede their children.
@@ -79,11 +88,7 @@ class Topology:
 
     def path_to(self, node: int) -> list[int]:
         """Return the path from below the root to `node`; empty for the root."""
-        path = []
-        while node > 0:
-            path.append(node)
-            node = int(self.parents[node])
-        return path[::-1]
+        return path_up(self.parents, node)
 
     def paths(self, labels: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the labels of the nodes from below the root to each node."""

@@ -36,7 +36,7 @@ from offload_rt.speculate import dynamic_builder
 from offload_rt.speculate.block_model import BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.pair_stats import Estimates, PairStats
-from offload_rt.speculate.recycler import Recycler
+from offload_rt.speculate.recycler import Recycler, TextCandidates
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
 from offload_rt.system import registry
 from offload_rt.tree.topology import Verdict
@@ -325,7 +325,7 @@ def test_further_block_pays_by_tokens_per_second():
     """Rounds with the blocks of parents cost nothing."""
     draw = np.random.default_rng(0)
     conditioned, inherited = Estimates(), Estimates()
-    text = Recycler(PairStats()).candidates(Sequence([0], SamplingParams(), 9), 1)
+    text = TextCandidates(Recycler(PairStats()), Sequence([0], SamplingParams(), 9), 1)
     conditioned.acceptance.first, inherited.acceptance.first = 0.9, 0.3
     decisions = set()
     for n_passes, level_s in itertools.product((1, 3), draw.exponential(0.3, 40)):

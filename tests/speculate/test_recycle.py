@@ -84,7 +84,7 @@ def text_of(table: PredictionTable, sequence: Sequence, n_levels: int) -> TextCa
     """Return the candidates of a table; with one level, nothing is copied."""
     recycler = Recycler(PairStats())
     recycler.table = table
-    return recycler.candidates(sequence, n_levels)
+    return TextCandidates(recycler, sequence, n_levels)
 
 
 def best_paths(
