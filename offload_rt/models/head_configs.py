@@ -1,16 +1,71 @@
-"""Draft heads by their config.json: EAGLE-3, block drafters, multi-token prediction, Medusa."""
+"""Draft heads by their config.json: EAGLE-3, P-EAGLE, block drafters, MTP, Medusa.
+
+EAGLE-3 and P-EAGLE: EAGLE, SpecForge, AngelSlim, speculators. Block drafters: DFlash, JetSpec,
+DSpark and DFlash2. Their authors and SpecForge nest keys in `dflash_config` or `dspark_config`,
+DeepSpec keeps them at the top, speculators nests the layers' config instead.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from offload_rt.errors import UnsupportedModelError, check_integer
+from offload_rt.errors import UnsupportedModelError, check_integer, config_error
 from offload_rt.models.architecture import Architecture
-from offload_rt.models.block_configs import block_head_of, block_kind
-from offload_rt.models.eagle_configs import TYPE, eagle_of
-from offload_rt.models.heads import MTP_LAYOUTS, Head, Medusa, MtpLayout, NativeMtp, fields_of
+from offload_rt.models.block_head import BlockHead, DFlash2
+from offload_rt.models.eagle3 import Eagle3
+from offload_rt.models.families import parse_architecture
+from offload_rt.models.heads import (
+    MTP_LAYOUTS,
+    Head,
+    Medusa,
+    MtpLayout,
+    NativeMtp,
+    check_sizes,
+    check_taps,
+    fields_of,
+    target_mismatch,
+)
 from offload_rt.models.native import NativeDecoder
+
+_TYPE = "speculators_model_type"
+_LAYERS = "transformer_layer_config"
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+_EAGLE_CONFIG = "eagle_config"
+_EAGLE_CONFIG_KEYS = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"}
+_EAGLE_KEYS = {
+    "architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "fc_norm",
+    "has_no_defaults_at_init", "norm_before_fc", "norm_before_residual", "norm_output",
+    "parallel_drafting", "target_hidden_size", "target_model_type", _EAGLE_CONFIG, *_MASK_KEYS,
+}  # fmt: skip
+# Windows that configs derived from Qwen's contain although the layers of a Llama have none.
+_UNUSED_WINDOWS = {"max_window_layers", "sliding_window", "use_sliding_window"}
+# Further keys of speculators' configs, which nest the layers' config.
+_SPECULATORS_KEYS = {
+    _TYPE, _LAYERS, "auto_map", "dtype", "has_no_defaults_at_init", "speculators_config",
+    "speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype",
+    "transformers_version",
+}  # fmt: skip
+# Tokens that P-EAGLE heads predict unless the config tells.
+_N_PARALLEL = 8
+_BLOCK_CONFIGS = ("dflash_config", "dspark_config")
+_DSPARK_KEYS = {
+    "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head",
+    "markov_head_type", "markov_rank", "num_anchors",
+}  # fmt: skip
+_DFLASH2_KEYS = {"conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k"}
+_COMMON_KEYS = {"block_size", "mask_token_id", "sample_from_anchor"}
+# Keys at the top level or nested.
+_AUTHORS_KEYS = _COMMON_KEYS | {
+    "attention_mode", "causal", "causal_head", "final_logit_softcapping",
+    "input_embedding_scale", "is_causal", "num_target_layers", "output_multiplier",
+    "projector_type", "target_hidden_size", "target_layer_ids",
+}  # fmt: skip
+_BLOCK_SPECULATORS = _COMMON_KEYS | {
+    "architectures", "aux_hidden_state_layer_ids", "draft_vocab_size",
+    "sliding_window_non_causal",
+}  # fmt: skip
+_KEYS_OF_KIND = {"dflash": set[str](), "dspark": _DSPARK_KEYS, "dflash2": _DFLASH2_KEYS}
 
 
 def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
@@ -48,10 +103,10 @@ def head_kind(raw: dict[str, Any]) -> str | None:
     """Return the drafter name of a head's config.json, or None for a complete model."""
     if raw.get("model_type") == "medusa" or "medusa_num_heads" in raw:
         return "medusa"
-    if block_kind(raw) is not None:
+    if _block_kind(raw) is not None:
         return "block"
     names = [str(name) for name in raw.get("architectures") or ()]
-    is_eagle = not {"draft_vocab_size", TYPE}.isdisjoint(raw) or any(
+    is_eagle = not {"draft_vocab_size", _TYPE}.isdisjoint(raw) or any(
         mark in name for name in names for mark in ("Eagle3", "PEagle")
     )
     return "eagle" if is_eagle else None
@@ -75,5 +130,219 @@ def parse_head(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
         change = "omit --draft-model, or use a complete draft model"
         problem = f"heads cannot draft for a model of type {target.family}: it has no output matrix"
         raise UnsupportedModelError(problem, change=change)
-    build = {"medusa": _medusa_of, "eagle": eagle_of, "block": block_head_of}[kind]
+    build = {"medusa": _medusa_of, "eagle": _eagle_of, "block": _block_of}[kind]
     return replace(build(raw, target), target_modules=target.shared_modules)
+
+
+def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
+    """Build an EAGLE-3 or P-EAGLE head from its config.json.
+
+    Raises UnsupportedModelError for an unsupported config, SettingsError for another target.
+    """
+    layers = parse_architecture(_layer_config(raw))
+    if not isinstance(layers, NativeDecoder):
+        problem = f"an EAGLE-3 head with layers of type {layers.family}"
+        raise config_error(problem, need="Llama or Qwen3 layers")
+    check_sizes(layers, target, raw.get("target_hidden_size"))
+    taps = _taps(raw, target)
+    changes: dict[str, Any] = {
+        "family": "eagle",
+        "max_positions": target.max_positions,
+        "taps": taps,
+        "n_tokens": raw.get("draft_vocab_size") or layers.vocab_size,
+        "norm_before": bool(raw.get("norm_before_residual")),
+        "state_norm": _state_norm(raw),
+    }
+    if _TYPE in raw:
+        changes["feeds_normed"] = bool(raw.get("norm_output"))
+    else:
+        changes["is_normed"] = bool(raw.get("norm_output", True))
+    if is_parallel := _is_parallel(raw):
+        changes |= {
+            "family": "peagle",
+            "mask_token": _mask_token(raw, layers.vocab_size),
+            "mask_shape": (1, 1, len(taps) * layers.hidden_size),
+            "n_parallel": _n_parallel(raw),
+        }
+    changes["has_embedding"] = bool(raw.get("embed_requires_grad", is_parallel))
+    return Eagle3(**fields_of(layers) | changes)
+
+
+def _is_parallel(raw: dict[str, Any]) -> bool:
+    """Return whether a config describes a P-EAGLE head."""
+    return (
+        raw.get(_TYPE) == "peagle"
+        or bool(raw.get("parallel_drafting"))
+        or any("PEagle" in str(name) for name in raw.get("architectures") or ())
+        or any(raw.get(key) is not None for key in _MASK_KEYS)
+    )
+
+
+def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the layers. Raises UnsupportedModelError for unknown keys."""
+    nested = raw.get(_EAGLE_CONFIG) or {}
+    if unknown := sorted(set(nested) - _EAGLE_CONFIG_KEYS):
+        raise config_error(f"{_EAGLE_CONFIG}: {unknown[0]!r} is not understood")
+    if nested.get("use_aux_hidden_state", True) is not True:
+        problem = f"{_EAGLE_CONFIG}: use_aux_hidden_state is not true"
+        raise config_error(problem, need="a head on hidden states of several layers")
+    if _TYPE not in raw:
+        known = _EAGLE_KEYS
+        if raw.get("model_type") == "llama" and not raw.get("use_sliding_window"):
+            known = _EAGLE_KEYS | _UNUSED_WINDOWS
+        return {key: value for key, value in raw.items() if key not in known}
+    kind = raw[_TYPE]
+    if unknown := sorted(set(raw) - _EAGLE_KEYS - _SPECULATORS_KEYS - {"embed_requires_grad"}):
+        raise config_error(f"{unknown[0]!r} is not understood for {_TYPE} {kind!r}")
+    if kind not in ("eagle3", "peagle"):
+        need = "'eagle3', 'peagle', 'dflash', 'dflash2' or 'dspark'"
+        raise config_error(f"{_TYPE} {kind!r} is not supported", need=need)
+    return dict(raw.get(_LAYERS) or {})
+
+
+def _taps(raw: dict[str, Any], target: Architecture) -> tuple[int, ...]:
+    n = target.n_layers
+    nested = (raw.get(_EAGLE_CONFIG) or {}).get("eagle_aux_hidden_state_layer_ids")
+    # Nested ids name the layers whose outputs are read, from 0. Top-level ids name the layers whose
+    # inputs are read.
+    top = raw.get("eagle_aux_hidden_state_layer_ids") or [2, n // 2, n - 3]
+    return check_taps([i + 1 for i in nested] if nested else top, target)
+
+
+def _state_norm(raw: dict[str, Any]) -> str:
+    if raw.get("fc_norm") and raw.get("norm_before_fc"):
+        raise config_error("both fc_norm and norm_before_fc are true", need="at most one of them")
+    if raw.get("fc_norm"):
+        return "fc_norm"
+    return "input_norm" if raw.get("norm_before_fc") else ""
+
+
+def _mask_token(raw: dict[str, Any], vocab_size: int) -> int:
+    token: Any = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
+    check_integer("mask_token_id", token, 0, vocab_size - 1)
+    return int(token)
+
+
+def _n_parallel(raw: dict[str, Any]) -> int:
+    """Return the number of tokens that speculators' config proposes, or the published number."""
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    n: int = methods[0].get("speculative_tokens", _N_PARALLEL)
+    check_integer("speculative_tokens", n, 1, 99)
+    return n
+
+
+def _block_kind(raw: dict[str, Any]) -> str | None:
+    """Return "dflash", "dspark" or "dflash2" for the config of a block drafter, else None."""
+    if _TYPE in raw:
+        return str(raw[_TYPE]) if raw[_TYPE] in _KEYS_OF_KIND else None
+    names = " ".join(str(name) for name in raw.get("architectures") or ())
+    marks = {"DFlash2Draft": "dflash2", "DSpark": "dspark", "DFlashDraft": "dflash"}
+    return next((kind for mark, kind in marks.items() if mark in names), None)
+
+
+def _block_of(raw: dict[str, Any], target: Architecture) -> BlockHead:
+    """Build a block drafter from its config.json.
+
+    Raises UnsupportedModelError for an unsupported config, SettingsError for another target.
+    """
+    kind = _block_kind(raw)
+    assert kind is not None, "selected by _block_kind"
+    by_speculators = _TYPE in raw
+    known = _KEYS_OF_KIND[kind] | (
+        _BLOCK_SPECULATORS | _SPECULATORS_KEYS if by_speculators else _AUTHORS_KEYS
+    )
+    keys, layer_config = _divide(raw, known, by_speculators)
+    layers = _layers(layer_config)
+    check_sizes(layers, target, keys.get("target_hidden_size"))
+    if keys.get("num_target_layers", target.n_layers) != target.n_layers:
+        have = str(keys["num_target_layers"])
+        raise target_mismatch("number of layers", have, str(target.n_layers))
+    changes = _sizes(keys, kind, target.vocab_size)
+    if by_speculators:
+        taps = tuple(keys.get("aux_hidden_state_layer_ids") or ())
+        is_free = keys.get("sliding_window_non_causal", kind == "dflash2")
+        is_causal = False if is_free else None
+        changes["anchored"] = True
+    else:
+        # The ids count layers from 0, taps count their outputs from 1.
+        taps = tuple(i + 1 for i in keys.get("target_layer_ids") or ())
+        is_causal = keys.get("causal", keys.get("is_causal"))
+        is_causal = True if keys.get("causal_head") else is_causal
+    changes |= {
+        "family": "block",
+        "max_positions": target.max_positions,
+        "taps": check_taps(taps, target),
+        "n_tokens": keys.get("draft_vocab_size") or target.vocab_size,
+        # By default, layers with a window are causal.
+        "is_causal": tuple(
+            window is not None if is_causal is None else bool(is_causal)
+            for window in layers.windows
+        ),
+    }
+    head = DFlash2 if kind == "dflash2" else BlockHead
+    return head(**fields_of(layers) | changes)
+
+
+def _divide(
+    raw: dict[str, Any], known: set[str], by_speculators: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the keys of the drafter from the config of its layers.
+
+    Raises UnsupportedModelError for unknown keys; unknown keys of the layers remain with them.
+    """
+    if by_speculators:
+        if unknown := sorted(set(raw) - known):
+            raise config_error(f"{unknown[0]!r} is not understood for {raw[_TYPE]!r}")
+        return raw, raw.get(_LAYERS) or {}
+    keys = {key: value for key, value in raw.items() if key in known}
+    for name in _BLOCK_CONFIGS:
+        nested = raw.get(name) or {}
+        if unknown := sorted(set(nested) - known):
+            raise config_error(f"{name}: {unknown[0]!r} is not understood")
+        keys |= nested
+    apart = known | {"auto_map", *_BLOCK_CONFIGS}
+    return keys, {key: value for key, value in raw.items() if key not in apart}
+
+
+def _layers(config: dict[str, Any]) -> NativeDecoder:
+    """Return the layers of a block drafter. Raises UnsupportedModelError."""
+    config = {key: value for key, value in config.items() if key != "architectures"}
+    layers = parse_architecture({"model_type": "qwen3", **config})
+    if not isinstance(layers, NativeDecoder) or not layers.qk_norm:
+        problem = f"a block drafter with layers of type {layers.family}"
+        raise config_error(problem, need="layers of type qwen3")
+    return layers
+
+
+def _sizes(keys: dict[str, Any], kind: str, vocab_size: int) -> dict[str, Any]:
+    """Return the fields that do not depend on the layout. Raises UnsupportedModelError."""
+    by_speculators = _TYPE in keys
+    is_dspark = kind == "dspark"
+    counts = {
+        "block_size": (keys.get("block_size", 8 if by_speculators else 16), 2, 1024),
+        "mask_token": (keys.get("mask_token_id"), 0, vocab_size - 1),
+    }
+    if is_dspark:
+        rank = keys.get("markov_rank", 256 if by_speculators else None)
+        counts["markov_rank"] = (rank, 0, 2**16)
+    elif kind == "dflash2":
+        counts |= {name: (keys.get(name), 1, 2**16) for name in sorted(_DFLASH2_KEYS)}
+    for name, (value, low, high) in counts.items():
+        check_integer(name, value, low, high)
+    chosen = {
+        "attention_mode": ("gqa", "mha"),
+        "projector_type": ("dflash", "dspark"),
+        "markov_head_type": ("vanilla", "gated"),
+    }
+    for name, values in chosen.items():
+        value = keys.get(name, values[0])
+        if value not in values:
+            need = " or ".join(map(repr, values))
+            raise config_error(f"{name} {value!r} is not supported", need=need)
+    return {name: value for name, (value, _, _) in counts.items()} | {
+        "predicts_first": bool(keys.get("sample_from_anchor", is_dspark)),
+        "is_gated": is_dspark and keys.get("markov_head_type") == "gated",
+        "input_scale": float(keys.get("input_embedding_scale") or 1.0),
+        "logit_scale": float(keys.get("output_multiplier") or 1.0),
+        "logit_softcap": float(keys.get("final_logit_softcapping") or 0.0),
+    }
