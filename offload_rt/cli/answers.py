@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
 from offload_rt.cli.process import INTERRUPTED
+from offload_rt.system.progress import progress_bar
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from offload_rt.cli.format import Totals
     from offload_rt.engine.engine_thread import IndexedPiece
     from offload_rt.executor.stats import PassTimes
@@ -56,13 +58,9 @@ class Answers:
         pieces: "Iterator[IndexedPiece]",
         prompts: Sequence[str],
         n: int,
-        console: "Console",
+        console: Console,
     ) -> "list[Output]":
         """Print `n` answers per prompt; the first answer to a single prompt is streamed."""
-        from rich.progress import MofNCompleteColumn
-
-        from offload_rt.system.progress import progress_bar
-
         self.prompts = prompts
         self.by_prompt = [[_Answer() for _ in range(n)] for _ in prompts]
         if self._is_streamed:
@@ -134,8 +132,6 @@ class Answers:
         """Print the first line of a prompt to stderr, above its answer."""
         if self.is_quiet:
             return
-        from rich.console import Console
-
         first, *more = self.prompts[i].strip().splitlines() or [""]
         text = f"[{i + 1}] {first[:72]}{' ...' if more or len(first) > 72 else ''}"
         Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True, markup=False)

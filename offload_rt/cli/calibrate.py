@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
@@ -283,8 +284,6 @@ def _print_table(findings: Findings) -> None:
 
 
 def _print_rows(title: str, heads: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
-    from rich.table import Table
-
     from offload_rt.cli.format import print_table
 
     table = Table(title=title)

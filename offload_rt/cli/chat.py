@@ -15,6 +15,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
 from offload_rt.cli.conversation import COMMANDS, PARAMETERS, Conversation, Message, split_command
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command, interrupts_held
@@ -27,7 +31,6 @@ from offload_rt.text.reasoning import THINK, ReasoningSplitter, TextPart
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
-    from rich.console import Console
 
     from offload_rt.llm import LLM
     from offload_rt.models.image_prompt import EncodedPrompt
@@ -74,8 +77,6 @@ def main(flags: Namespace) -> None:
     template = from_flags(TemplateSettings, flags)
     config = engine_config(flags)
     # Imported late: a wrong flag or path is reported before torch loads for seconds.
-    from rich.console import Console
-
     from offload_rt.cli.format import follows, load
     from offload_rt.llm import LLM
     from offload_rt.system.trace import Trace
@@ -105,7 +106,7 @@ class _Chat:
     llm: "LLM"
     template: TemplateSettings
     settings: ChatSettings
-    console: "Console"
+    console: Console
     conversation: Conversation
     figures: str = "no answer yet"
 
@@ -176,8 +177,6 @@ class _Chat:
         return text, n_tokens
 
     def _view(self) -> "PlainView | MarkdownView":
-        from rich.console import Console
-
         console = Console()
         is_plain = self.settings.plain or not console.is_interactive
         return PlainView() if is_plain else MarkdownView(console)
@@ -297,9 +296,7 @@ class PlainView:
 class MarkdownView:
     """Print each finished block of an answer as Markdown; the unfinished block follows live."""
 
-    def __init__(self, console: "Console") -> None:
-        from rich.live import Live
-
+    def __init__(self, console: Console) -> None:
         self._console = console
         self._text = ""
         self._reasoning = ""  # its last line
@@ -308,8 +305,7 @@ class MarkdownView:
 
     def add(self, part: TextPart) -> None:
         """Show more text; reasoning is dimmed, and printed line by line."""
-        from rich.markdown import Markdown
-        from rich.text import Text
+        from rich.markdown import Markdown  # imports for 0.1 s
 
         if part.is_reasoning:
             # The live display erases a line that it did not print itself.
@@ -337,8 +333,6 @@ class MarkdownView:
 
     def _end_reasoning(self) -> None:
         """Print the last line of the reasoning and a blank line."""
-        from rich.text import Text
-
         if self._reasoning:
             self._live.update("")
             self._console.print(Text(f"{self._reasoning}\n", style="dim"))

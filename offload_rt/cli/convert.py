@@ -9,10 +9,13 @@ from argparse import Namespace
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+from rich.console import Console
+
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.process import command
 from offload_rt.config import flag_of, setting
 from offload_rt.errors import SettingsError
+from offload_rt.system.progress import loading_bar
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,9 @@ def main(flags: Namespace) -> None:
     from offload_rt.weights.locate import locate
 
     path = locate(settings.model, settings.revision, settings.offline)
-    from rich.console import Console
-
     from offload_rt.engine.link import sidecar_of
     from offload_rt.offload.sidecar import write_sidecar
     from offload_rt.parallel.sharded_weights import shard_checkpoint
-    from offload_rt.system.progress import loading_bar
 
     if settings.dequantize is not None:
         return _dequantize(path, settings)
@@ -133,11 +133,8 @@ def _check_combination(settings: ConvertSettings) -> None:
 def _dequantize(source: Path, settings: ConvertSettings) -> None:
     """Write a checkpoint without quantisation."""
     assert settings.dequantize is not None
-    from rich.console import Console
-
     from offload_rt.dtypes import DTYPES
     from offload_rt.offload.dense_checkpoint import write_dense
-    from offload_rt.system.progress import loading_bar
     from offload_rt.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(source)
@@ -155,10 +152,7 @@ def _stripe(source: Path, settings: ConvertSettings) -> None:
         raise SettingsError(
             "--stripe", need="safetensors files", have=source.name, change="use --mirror"
         )
-    from rich.console import Console
-
     from offload_rt.system.disk_rate import measure_disk_gbps
-    from offload_rt.system.progress import loading_bar
     from offload_rt.weights.stripe import stripe
 
     folders = [Path(name.strip()).expanduser() for name in settings.stripe.split(",")]

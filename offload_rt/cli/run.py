@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from offload_rt.cli.answers import Answers
 from offload_rt.cli.conversation import Message, image_url, user_turn
 from offload_rt.cli.flags import Parser, engine_config, from_flags
@@ -24,8 +26,6 @@ from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from offload_rt.engine.request_builder import RequestBuilder
     from offload_rt.llm import LLM, Output
     from offload_rt.models.image_prompt import EncodedPrompt
@@ -151,8 +151,6 @@ def _run(flags: Namespace, answers: Answers) -> None:
     started = time.perf_counter()
     config = engine_config(flags)
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
-    from rich.console import Console
-
     from offload_rt.cli.format import follows, load
     from offload_rt.cli.plan import print_run_plan
     from offload_rt.llm import LLM
@@ -196,7 +194,7 @@ def _report(
     settings: RunSettings,
     phases: Mapping[str, float],
     max_tokens: int | None,
-    console: "Console",
+    console: Console,
 ) -> None:
     """Print the report of all answers to stderr, then the details of each prompt."""
     from offload_rt.cli.format import describe_tree, report, tree_line

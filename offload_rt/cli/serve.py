@@ -9,10 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig, check_positive, parse_size, setting
 from offload_rt.errors import SettingsError
+from offload_rt.system.progress import loading_bar
 from offload_rt.text.images import DEFAULT_LIMITS
 
 # Names of this machine in `--host` and in the Host header.
@@ -108,11 +111,8 @@ def main(flags: Namespace) -> None:
         need = "FastAPI, uvicorn and prometheus-client"
         change = 'pip install "offload-rt[server]"'
         raise SettingsError(f"offload-rt serve: {error}", need=need, change=change) from error
-    from rich.console import Console
-
     from offload_rt.cli.format import follows
     from offload_rt.llm import LLM
-    from offload_rt.system.progress import loading_bar
 
     if follows(config):
         return
