@@ -147,11 +147,8 @@ class Answers:
 
 
 def _fields(answer: "_Answer | Output", unfinished: str) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason or unfinished,
-    }
+    reason = answer.finish_reason or unfinished
+    return {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": reason}
 
 
 def _more(output: "Output") -> dict[str, Any]:

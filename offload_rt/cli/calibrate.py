@@ -130,9 +130,8 @@ def main(flags: Namespace) -> None:
     if config.draft_model is None:
         raise SettingsError("calibrate", need="a draft model", change="set --draft-model")
     if config.tree_size == 1:
-        raise SettingsError(
-            "calibrate", need="trees of several nodes", change="raise --tree-size above 1"
-        )
+        change = "raise --tree-size above 1"
+        raise SettingsError("calibrate", need="trees of several nodes", change=change)
     if settings.plot is not None:
         if find_spec("matplotlib") is None:
             change = "pip install matplotlib"
@@ -196,20 +195,16 @@ def _find(llm: "LLM", temperature: float, context: int) -> Findings:
     drafter = llm.engine.drafter
     cost = llm.engine.cost
     limits = llm.spec.memory.limits
-    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None, (
-        "static_tree measures its passes"
-    )
+    # static_tree measures its passes
+    assert isinstance(drafter, TreeDrafter) and cost.profile.compute is not None
     acceptance = drafter.estimates_at(temperature).acceptance.by_rank()
     table = search(acceptance, limits.n_nodes, limits.n_levels).values
     sizes = tuple(n for n in _SIZES if n <= limits.n_nodes)
     depths = tuple(n for n in _DEPTHS if n <= limits.n_levels)
-    seconds = cost.seconds(
-        np.array(sizes)[:, None], context, cost.level(1) * (np.array(depths) - 1)
-    )
+    draft_s = cost.level(1) * (np.array(depths) - 1)
+    seconds = cost.seconds(np.array(sizes)[:, None], context, draft_s)
     widths = sizes_up_to(limits.n_nodes)
-    exists = np.array(
-        [[levels == 1 if n == 1 else 1 < levels <= n for levels in depths] for n in sizes]
-    )
+    exists = np.array([[n == levels == 1 or 1 < levels <= n for levels in depths] for n in sizes])
     n_rows = llm.spec.memory.cache_rows
     longest = llm.max_model_len - 1
     single = _best(table, cost, 1, context, n_rows)
@@ -248,10 +243,8 @@ def _best(
     """
     n_nodes = min((len(table) - 1) // batch, n_rows // batch - context)
     tree = cost.best_tree(table, DraftLimits(n_nodes, table.shape[1] - 1), context, batch)
-    plain_s = float(cost.seconds(np.array([batch]), context, n_sequences=batch)[0])
-    return Optimum(
-        batch, context, tree.n_nodes, tree.n_levels, tree.token_s / batch, plain_s / batch
-    )
+    plain_s = float(cost.seconds(np.array([batch]), context, n_sequences=batch)[0]) / batch
+    return Optimum(batch, context, tree.n_nodes, tree.n_levels, tree.token_s / batch, plain_s)
 
 
 def _print_table(findings: Findings) -> None:
@@ -270,9 +263,8 @@ def _print_table(findings: Findings) -> None:
         "best tree by sequences in a pass (rows) and tokens before it (columns): nodes, levels,"
         " times plain"
     )
-    _print_rows(
-        title, ("sequences", *sorted({best.context for best in findings.optima})), trees.values()
-    )
+    contexts = sorted({best.context for best in findings.optima})
+    _print_rows(title, ("sequences", *contexts), trees.values())
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
@@ -300,9 +292,8 @@ def _draw(findings: Findings, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (ranks, passes, cost, optima) = pyplot.subplots(
-        1, 4, figsize=(20, 4.5), layout="constrained"
-    )
+    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
+    ranks, passes, cost, optima = axes
     ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
     ranks.set(
         title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log"
@@ -319,11 +310,11 @@ def _draw(findings: Findings, path: str) -> None:
     label = f"best: {n_nodes} nodes, {n_levels} levels"
     cost.plot([n_nodes], [seconds], "*", ms=14, color="black", label=label)
     cost.legend(fontsize="small")
-    for axes, title, x in (
+    for plot, title, x in (
         (passes, "pass time by width", "rows of a pass"),
         (cost, "seconds per token", "nodes of the tree"),
     ):
-        axes.set(title=title, xlabel=x, ylabel="seconds", xscale="log", ylim=(0, None))
+        plot.set(title=title, xlabel=x, ylabel="seconds", xscale="log", ylim=(0, None))
     for batch in sorted({best.batch for best in findings.optima}):
         row = [best for best in findings.optima if best.batch == batch]
         places = [(best.context, best.n_nodes) for best in row]

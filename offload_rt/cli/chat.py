@@ -214,14 +214,7 @@ def read_messages() -> Iterator[str]:
 
 
 def _session() -> "PromptSession[str]":
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.completion import (
-        CompleteEvent,
-        Completer,
-        Completion,
-        PathCompleter,
-        WordCompleter,
-    )
+    from prompt_toolkit import PromptSession, completion
     from prompt_toolkit.document import Document
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -237,14 +230,16 @@ def _session() -> "PromptSession[str]":
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    class CommandCompleter(Completer):
+    class CommandCompleter(completion.Completer):
         """Complete commands, and behind a command its paths or names."""
 
-        commands = WordCompleter(list(COMMANDS), WORD=True)
-        paths = PathCompleter(expanduser=True)
-        names = WordCompleter(PARAMETERS)
+        commands = completion.WordCompleter(list(COMMANDS), WORD=True)
+        paths = completion.PathCompleter(expanduser=True)
+        names = completion.WordCompleter(PARAMETERS)
 
-        def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        def get_completions(
+            self, document: Document, event: completion.CompleteEvent
+        ) -> Iterator[completion.Completion]:
             command, space, rest = document.text_before_cursor.partition(" ")
             if not command.startswith("/"):
                 return

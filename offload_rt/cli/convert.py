@@ -93,13 +93,11 @@ def main(flags: Namespace) -> None:
     if kind == "auto":
         kind = "lossless" if name == "dense" or n is None else "raw"
     if kind == "lossless" and name != "dense":
-        raise SettingsError(
-            "quantised weights do not shrink", have=name, change="skip this step, or use --ranks"
-        )
+        change = "skip this step, or use --ranks"
+        raise SettingsError("quantised weights do not shrink", have=name, change=change)
     if n is None and (kind == "raw" or settings.exact_parallel):
-        raise SettingsError(
-            "--link-format raw and --exact-parallel apply to shards", change="add --ranks"
-        )
+        problem = "--link-format raw and --exact-parallel apply to shards"
+        raise SettingsError(problem, change="add --ranks")
     if n is not None and n < 2:
         raise SettingsError(f"--ranks {n}", need="at least 2", change="omit it for a single rank")
     for part in (
@@ -111,10 +109,8 @@ def main(flags: Namespace) -> None:
         verb = "encoded" if kind == "lossless" else "written"
         with loading_bar(Console(stderr=True), verb, next_phase=None) as bar:
             raw, encoded = write_sidecar(part, directory, bar, kind == "raw")
-        print(
-            f"{directory}: {encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers,"
-            f" {encoded / raw:.1%}"
-        )
+        sizes = f"{encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers"
+        print(f"{directory}: {sizes}, {encoded / raw:.1%}")
 
 
 def _check_combination(settings: ConvertSettings) -> None:
@@ -149,9 +145,8 @@ def _stripe(source: Path, settings: ConvertSettings) -> None:
     """Divide a checkpoint between its disk and those of further folders."""
     assert settings.stripe is not None
     if source.is_file():
-        raise SettingsError(
-            "--stripe", need="safetensors files", have=source.name, change="use --mirror"
-        )
+        need = "safetensors files"
+        raise SettingsError("--stripe", need=need, have=source.name, change="use --mirror")
     from offload_rt.system.disk_rate import measure_disk_gbps
     from offload_rt.weights.stripe import stripe
 

@@ -45,13 +45,11 @@ class Check:
 
 def new_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(
-        "offload-rt doctor", "Check this machine and print how to fix each missing part."
-    )
+    text = "Check this machine and print how to fix each missing part."
+    parser = Parser("offload-rt doctor", text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--paths", action="store_true", help="print the folders of the package and its caches"
-    )
+    text = "print the folders of the package and its caches"
+    parser.add_argument("--paths", action="store_true", help=text)
     return parser
 
 

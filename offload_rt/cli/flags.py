@@ -164,9 +164,8 @@ class Parser(argparse.ArgumentParser):
             need = _NEEDS.get(kind, "another value")
             problem = f"{name} is {value!r}"
             message = f"{problem}: needs {need}" if choices is None else f"{problem}{choices}"
-        raise SettingsError(
-            message, change=f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
-        )
+        change = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
+        raise SettingsError(message, change=change)
 
 
 def _group_of(cls: type) -> str:
@@ -179,21 +178,19 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     flag = flag_of(item.name)
     text = item.metadata["help"]
     default = item.default
+    kind = item.metadata["parse"]
     if item.name in FOLDERS:
         text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
     has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"
-    if item.metadata["parse"] is bool:
+    if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
     elif isinstance(default, bool):
         group.add_argument(flag, action="store_true", help=text)
     elif isinstance(default, tuple):
-        group.add_argument(
-            flag, action="append", metavar="TEXT", type=item.metadata["parse"], help=text
-        )
+        group.add_argument(flag, action="append", metavar="TEXT", type=kind, help=text)
     else:
-        kind = item.metadata["parse"]
         choices = item.metadata["choices"] or None
         default = None if default is MISSING else default
         group.add_argument(flag, default=default, type=kind, choices=choices, help=text)
@@ -212,10 +209,5 @@ def from_flags(cls: type[Settings], namespace: argparse.Namespace) -> Settings:
     """Build settings from parsed flags. Raises SettingsError for invalid values."""
     names = [item.name for item in fields(cls)]  # type: ignore[arg-type]  # a dataclass
     values = {name: getattr(namespace, name, None) for name in names}
-    return cls(
-        **{
-            name: tuple(v) if isinstance(v, list) else v
-            for name, v in values.items()
-            if v is not None
-        }
-    )
+    given = {name: value for name, value in values.items() if value is not None}
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})

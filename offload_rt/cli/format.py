@@ -42,9 +42,8 @@ def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -
     with loading_bar(console) as bar:
         llm.load(trace, progress)
     ended = time.perf_counter()
-    defaults = ", ".join(
-        f"{name} {x}" for name, x in params.left_to(llm.get_default_sampling_params()).items()
-    )
+    left = params.left_to(llm.get_default_sampling_params())
+    defaults = ", ".join(f"{name} {value}" for name, value in left.items())
     sampling = f"from generation_config.json: {defaults}" if defaults else ""
     for notice in filter(None, (llm.spec.notice, llm.engine.notice, sampling)):
         console.print(notice, highlight=False, soft_wrap=True)
@@ -211,9 +210,8 @@ def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> 
     if not n_children[nodes].any():
         return "leaves"
     parents = topology.parents
-    families = groupby(
-        sorted(nodes, key=lambda node: parents[node]), key=lambda node: parents[node]
-    )
+    ordered = sorted(nodes, key=lambda node: parents[node])
+    families = groupby(ordered, key=lambda node: parents[node])
     line = " | ".join(
         " ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families
     )

@@ -141,10 +141,8 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
         return
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    print(
-        "some weights are not downloaded: planning from configs and the measured disk rate",
-        file=sys.stderr,
-    )
+    text = "some weights are not downloaded: planning from configs and the measured disk rate"
+    print(text, file=sys.stderr)
     folder = Path(HF_HUB_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
     rate = measure_disk_gbps(folder)

@@ -29,14 +29,11 @@ def with_card(settings: PlanSettings, config: EngineConfig) -> Machine:
     available = card.free_nbytes - DRIVER
     if config.device_nbytes is not None and config.device_nbytes > available:
         need = f"at most {format_size(available)}, the available memory of this card"
-        raise SettingsError(
-            f"--device-memory={config.device_memory}", need=need, change="lower --device-memory"
-        )
+        problem = f"--device-memory={config.device_memory}"
+        raise SettingsError(problem, need=need, change="lower --device-memory")
     machine = Machine.with_card(card, ram, settings.disk_gbps, config.device_nbytes, link)
     defaults = (("--ram", settings.ram, RAM), ("--disk", settings.disk, DISK))
-    assumed = tuple(
-        f"{flag}: {default} assumed" for flag, value, default in defaults if value is None
-    )
+    assumed = tuple(f"{flag}: {rate} assumed" for flag, value, rate in defaults if value is None)
     ranks = Parallelism.for_cards(
         max(settings.ranks, config.pipeline), card, link or card.link.gbps,
         None if settings.network is None else parse_rate(settings.network, "--network"),
@@ -124,18 +121,16 @@ def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Fo
     places = {"on the first card": predict_if_it_fits(request, machine)}
     with suppress(OffloadError):  # The draft model cannot be sharded.
         sharded = replace(request, models=(target, ranks.part(draft)))
-        places["sharded over all cards"] = predict_if_it_fits(
-            sharded, replace(machine, ranks=ranks)
-        )
+        cards = replace(machine, ranks=ranks)
+        places["sharded over all cards"] = predict_if_it_fits(sharded, cards)
     fitting = {place: forecast for place, forecast in places.items() if forecast is not None}
     return dict(sorted(fitting.items(), key=lambda item: item[1].run.seconds_per_token))
 
 
 def assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> Assumed:
     """Return the acceptance of the models of a config; `name` as in `assume`."""
-    target, draft = (
-        known_name(model) or model.lower() for model in (config.model, config.draft_model or "")
-    )
+    models = config.model, config.draft_model or ""
+    target, draft = (known_name(model) or model.lower() for model in models)
     draft = drafter if drafter in (SELF, RECYCLE) else draft
     pair = _identities(config, drafter) if name == "auto" and drafter != "none" else ("", "")
     acceptance = assume(name, pair, (target, draft), temperature)

@@ -64,17 +64,11 @@ class PlanSettings:
 
     def check(self, config: EngineConfig) -> None:
         """Raise SettingsError for contradictory settings."""
-        card_settings = {
-            "--link": self.link,
-            "--ranks": self.ranks > 1,
-            "--pipeline": config.pipeline > 1,
-        }
-        flags = [flag for flag, value in card_settings.items() if value]
+        given = {"--link": self.link, "--ranks": self.ranks > 1, "--pipeline": config.pipeline > 1}
+        flags = [flag for flag, value in given.items() if value]
         if flags and self.gpu == "this":
-            raise SettingsError(
-                flags[0], need="a card by name", have="--gpu=this", change="name a card with --gpu"
-            )
+            change = "name a card with --gpu"
+            raise SettingsError(flags[0], need="a card by name", have="--gpu=this", change=change)
         if {"--ranks", "--pipeline"} <= {*flags}:
-            raise SettingsError(
-                "--ranks", need="no --pipeline", have="both", change="omit --ranks or --pipeline"
-            )
+            change = "omit --ranks or --pipeline"
+            raise SettingsError("--ranks", need="no --pipeline", have="both", change=change)

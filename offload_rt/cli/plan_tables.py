@@ -34,21 +34,19 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     print(f"predicted: {format_speed(forecast.run.seconds_per_token)}")
     _print_trees(forecast)
     if forecast.mode:
-        _print_sentence(f"mixture: a run reads {forecast.mode}")
+        _print(f"mixture: a run reads {forecast.mode}")
     for place, placed in others.places.items():
-        _print_sentence(
-            f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}"
-        )
-    _print_sentence(f"the bottleneck is {forecast.bound}")
+        _print(f"with the draft model {place}: {format_speed(placed.run.seconds_per_token)}")
+    _print(f"the bottleneck is {forecast.bound}")
     for name, share in forecast.busy.items():
         link = "host-to-card link" if name == "host" else "disk"
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
-        _print_sentence(f"acceptance: {forecast.acceptance_source}")
+        _print(f"acceptance: {forecast.acceptance_source}")
     for source in machine.sources:
-        _print_sentence(source)
+        _print(source)
     if short := short_context(forecast):
-        _print_sentence(short)
+        _print(short)
     if others.formats:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
@@ -58,7 +56,7 @@ def show(forecast: Forecast, others: Alternatives) -> None:
     if others.sweep is not None:
         _print_curve(others.sweep)
     print()
-    _print_sentence(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+    _print(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -104,13 +102,13 @@ def _print_trees(forecast: Forecast) -> None:
     if draft is not None and draft.rounding != "none":
         print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
-        _print_sentence(
+        _print(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
             f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
             f" including {forecast.draft_s:.2f} s of drafting"
         )
     elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
-        _print_sentence(
+        _print(
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
@@ -118,7 +116,7 @@ def _print_trees(forecast: Forecast) -> None:
         advice = f"drafting is {gain:.2f} times as fast"
         if gain < 1:
             advice = "it is faster: omit the draft model, or lower --max-model-len"
-        _print_sentence(f"plain decoding: {format_speed(plain_s)}; {advice}")
+        _print(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
 
 def _print_formats(
@@ -132,7 +130,7 @@ def _print_formats(
     for name, row in by_format.items():
         table.add_row(name, _traffic(row["none"]), *map(_speed, row.values()))
     print_table(table)
-    _print_sentence(
+    _print(
         f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
         f" {decode_gbps:g} GB/s"
     )
@@ -143,11 +141,9 @@ def _print_formats(
     }
     if len(fitting) > 1:
         name = fitting[min(fitting)].replace("none", "plain decoding")
-        _print_sentence(
-            f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}"
-        )
+        _print(f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}")
     if (itself := drafters.get(SELF)) is not None:
-        _print_sentence(f"acceptance of --drafter self: {itself.request.acceptance.source}")
+        _print(f"acceptance of --drafter self: {itself.request.acceptance.source}")
 
 
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
@@ -160,17 +156,17 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     print_table(table)
     model = forecast.request.config.model.lower().rpartition("/")[2]
     for line in PUBLISHED_RATES.get(model, ()):
-        _print_sentence(f"published: {line}")
+        _print(f"published: {line}")
     plan = forecast.memory_plan.plan
     touched = plan.touched
     assert touched is not None and plan.experts is not None
     n_on_host = plan.experts.n_on_host / touched.n_layers
     print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
-    _print_sentence(
+    _print(
         f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
         f" {n_on_host:.0f}"
     )
-    _print_sentence(
+    _print(
         "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
         f" {forecast.machine.ram_gbps:g} GB/s of weights"
     )
@@ -190,7 +186,7 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         table.add_row(choice.title, size, tokens, speed)
     print_table(table)
     for choice in choices:
-        _print_sentence(f"{choice.title}: {choice.source}")
+        _print(f"{choice.title}: {choice.source}")
 
 
 def _traffic(forecast: Forecast | None) -> str:
@@ -334,27 +330,20 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     rest = "" if plan.experts is None else ", without experts"
     for tier in ("device", "host", "disk"):
         if plan.tiers.count(tier):
-            table.add_row(
-                f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}",
-                tier,
-                format_size(plan.on(tier)),
-            )
+            layers = f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}"
+            table.add_row(layers, tier, format_size(plan.on(tier)))
     if reserved.streamed_images:
-        table.add_row(
-            "vision tower, streamed for each image", "disk", format_size(reserved.streamed_images)
-        )
+        nbytes = reserved.streamed_images
+        table.add_row("vision tower, streamed for each image", "disk", format_size(nbytes))
     if plan.n_host_slots:
-        table.add_row(
-            f"{plan.n_host_slots} slots",
-            "host",
-            format_size(plan.n_host_slots * plan.host_slot_nbytes),
-        )
+        nbytes = plan.n_host_slots * plan.host_slot_nbytes
+        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(nbytes))
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table
 
 
-def _print_sentence(sentence: str) -> None:
+def _print(sentence: str) -> None:
     """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
     width = min(columns(), COLUMNS)
     print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))

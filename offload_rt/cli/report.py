@@ -52,11 +52,8 @@ def read(path: Path) -> list[Span]:
         if raw["otherData"]["format"] != trace.FORMAT:
             raise ValueError("unknown format")
         events = raw["traceEvents"]
-        lanes = {
-            event["tid"]: str(event["args"]["name"])
-            for event in events
-            if event["name"] == "thread_name"
-        }
+        titles = (event for event in events if event["name"] == "thread_name")
+        lanes = {event["tid"]: str(event["args"]["name"]) for event in titles}
         spans = [
             Span(
                 lanes[event["tid"]],
@@ -100,15 +97,12 @@ def shares(spans: Sequence[Span]) -> Shares:
     verdicts = _in_lane(spans, VERIFY)
     end = max((span.end_s for span in verdicts), default=0.0)
     if not drafts or not verdicts or end <= drafts[0].start_s:
-        raise TraceError(
-            "the timeline shows no pass from draft to verdict",
-            change="trace a run of at least one token",
-        )
+        problem = "the timeline shows no pass from draft to verdict"
+        raise TraceError(problem, change="trace a run of at least one token")
     start = drafts[0].start_s
     pieces = _Pieces(spans, start, end)
-    link = pieces.during(
-        span for span in spans if span.lane.startswith((f"{LINK}, slot ", f"{KV}, slot "))
-    )
+    slots = f"{LINK}, slot ", f"{KV}, slot "
+    link = pieces.during(span for span in spans if span.lane.startswith(slots))
     reasons = [span for lane in (LINK, KV) for span in _in_lane(spans, trace.waits(lane))]
     activities = {lane: pieces.during(_in_lane(spans, lane)) for lane in _ACTIVITIES}
     activities["rest"] = ~np.logical_or.reduce(list(activities.values()))
@@ -135,10 +129,8 @@ def _idle(
     by_reason["between two reads"] = ~pieces.during(reasons)
     divided = {}
     for name, covered in by_reason.items():
-        during = {
-            lane: float(pieces.shares @ (covered & idle & active))
-            for lane, active in activities.items()
-        }
+        times = {lane: covered & idle & active for lane, active in activities.items()}
+        during = {lane: float(pieces.shares @ time) for lane, time in times.items()}
         divided[name] = {lane: share for lane, share in during.items() if share >= _MIN_PRINTED}
     return {name: during for name, during in divided.items() if during}
 
@@ -159,9 +151,8 @@ def text(result: Shares) -> str:
     ]
     for reason, during in sorted(result.idle.items(), key=lambda pair: -sum(pair[1].values())):
         concurrent = ", ".join(f"{lane} {share:.1%}" for lane, share in during.items())
-        lines.append(
-            f"the link was idle {sum(during.values()):.1%}, {reason}, during: {concurrent}"
-        )
+        share = sum(during.values())
+        lines.append(f"the link was idle {share:.1%}, {reason}, during: {concurrent}")
     return "\n".join(lines if result.idle else [*lines, "the link was never idle for long"])
 
 

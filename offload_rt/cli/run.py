@@ -137,9 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(flags: Namespace, answers: Answers) -> None:
     settings = from_flags(RunSettings, flags)
-    params = replace(
-        from_flags(SamplingParams, flags), structured_outputs=settings.structured_outputs
-    )
+    params = from_flags(SamplingParams, flags)
+    params = replace(params, structured_outputs=settings.structured_outputs)
     if not (settings.json or params.logprobs is params.prompt_logprobs is None):
         raise SettingsError("--logprobs and --prompt-logprobs", need="--json", change="add --json")
     template = from_flags(TemplateSettings, flags)
@@ -222,14 +221,11 @@ def _report(
 
 def read_input(flag: str, path: str) -> str:
     """Read the text of a file, or of stdin for "-". Raises PromptError."""
+    source = f"{flag} {path}"
     try:
         with sys.stdin.buffer if path == "-" else Path(path).open("rb") as file:
             return file.read().decode("utf-8")
     except OSError as error:
-        raise PromptError(
-            f"{flag} {path}: {error.strerror}", change="pass a readable file"
-        ) from error
+        raise PromptError(f"{source}: {error.strerror}", change="pass a readable file") from error
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{flag} {path} is not UTF-8 text", change="convert it to UTF-8"
-        ) from error
+        raise PromptError(f"{source} is not UTF-8 text", change="convert it to UTF-8") from error

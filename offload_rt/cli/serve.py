@@ -130,9 +130,8 @@ def main(flags: Namespace) -> None:
     with _listen(settings.host, settings.port) as listening, LLM.open(config) as llm:
         if settings.embeddings:
             llm.check_embeddings(settings.embeddings)
-        chat_format = ChatFormat.select(
-            llm.tokenizer, settings.tool_call_parser, settings.reasoning_parser
-        )
+        parsers = settings.tool_call_parser, settings.reasoning_parser
+        chat_format = ChatFormat.select(llm.tokenizer, *parsers)
         if chat_format.is_unknown and settings.tool_call_parser == "auto":
             form = chat_format.tool_format.name
             warning = f"the chat template renders no known tool calls; format {form} is used"
@@ -161,8 +160,6 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        problem = (
-            f"cannot listen on {host}:{port}:"
-            f" {error.strerror if isinstance(error, OSError) else error}"
-        )
+        reason = error.strerror if isinstance(error, OSError) else error
+        problem = f"cannot listen on {host}:{port}: {reason}"
         raise SettingsError(problem, change="change --host and --port") from error

@@ -115,9 +115,7 @@ class Answer:
                 skips_special = request.skip_special_tokens is not False
                 choice.position = TextStream(self.tokenizer, context, (), skips_special)
 
-    def echo(
-        self, i: int, prompt: list[int], logprobs: Sequence[dict[int, Logprob] | None]
-    ) -> Delta:
+    def echo(self, i: int, prompt: list[int], rows: Sequence[dict[int, Logprob] | None]) -> Delta:
         """Start an answer with its prompt, whose first token has no log-probabilities."""
         choice = self.choices[i]
         first = ""
@@ -125,8 +123,8 @@ class Answer:
             choice.text = str(self.tokenizer.decode(prompt, skip_special_tokens=True))
             first = str(self.tokenizer.decode(prompt[:1]))
         nothing = {prompt[0]: Logprob(nan, 0, first)}
-        choice.logprobs = [candidates or nothing for candidates in logprobs]
-        choice.offsets = choice.locate(prompt[: len(logprobs)])
+        choice.logprobs = [candidates or nothing for candidates in rows]
+        choice.offsets = choice.locate(prompt[: len(rows)])
         return Delta(i, Parsed(text=choice.text), choice.logprobs, choice.offsets, None)
 
     def add(self, i: int, piece: Piece) -> Delta:

@@ -79,15 +79,14 @@ def make_app(
         )
     for kind in (HTTPException, OffloadError, Refused, Exception):
         app.add_exception_handler(kind, service.error_response)
-    _add_openai_routes(app, service)
-    _add_generation_routes(app, service)
+    _add_model_routes(app, service)
     _add_extra_routes(app, service)
     _add_docs(app)
     app.mount("/page", StaticFiles(directory=_PAGE))
     return app
 
 
-def _add_openai_routes(app: FastAPI, service: Service) -> None:
+def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(response: Response) -> Json:
         """List the model. A header names the format of tool calls."""
@@ -105,8 +104,6 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         """Embed texts, if the server was started with `--embeddings`."""
         return await service.embed(await service.read(http, EmbeddingsRequest))
 
-
-def _add_generation_routes(app: FastAPI, service: Service) -> None:
     def add(path: str, kind: type[BaseModel], writer: type[Writer], text: str) -> None:
         @app.post(path, name=path, description=text, openapi_extra=_body_of(kind))
         async def generate(http: Request) -> Response:

@@ -28,10 +28,8 @@ def call_grammar(form: CallFormat, functions: Sequence[Json], lark: Lark, is_sin
         head = spell(form.opening + form.head + Mark.NAME + form.middle, function["name"])
         tail = spell(form.tail + form.closing, function["name"])
         rules.append(f"call{i}: {head} arguments{i} {tail}")
-        pairs = form.pairs
-        rules += (
-            _pair_rules(pairs, i, schema, lark) if pairs else [json_rule(f"arguments{i}", schema)]
-        )
+        rule = [json_rule(f"arguments{i}", schema)]
+        rules += _pair_rules(form.pairs, i, schema, lark) if form.pairs else rule
     return "\n".join(rules)
 
 

@@ -55,9 +55,8 @@ class CompletionWriter:
 
     def whole(self) -> Json:
         """Return the complete response."""
-        choices = [
-            self._end(i) | self._whole(choice) for i, choice in enumerate(self.answer.choices)
-        ]
+        answers = enumerate(self.answer.choices)
+        choices = [self._end(i) | self._whole(choice) for i, choice in answers]
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> Json:

@@ -201,10 +201,8 @@ def _split_json(text: str, name: str) -> _Split | None:
         if fields := _fields(value, name):
             head, _, rest = text[i:j].partition(f'"{name}"')
             middle, _, _ = rest.partition("{")
-            tail = rest[_DECODER.raw_decode(rest, len(middle))[1] :]
-            form = CallFormat(
-                head=head + '"', middle='"' + middle, tail=_ID_FIELD.sub("", tail), fields=fields
-            )
+            tail = _ID_FIELD.sub("", rest[_DECODER.raw_decode(rest, len(middle))[1] :])
+            form = CallFormat(head=head + '"', middle='"' + middle, tail=tail, fields=fields)
             return text[:i], form, text[j:]
     return None
 

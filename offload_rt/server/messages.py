@@ -118,12 +118,8 @@ class MessagesWriter:
 
     def __init__(self, answer: Answer, _: MessagesRequest, name: str) -> None:
         self._answer = answer
-        self._head = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "model": name,
-        }
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message"}
+        self._head |= {"role": "assistant", "model": name}
         self._n_blocks = 0
         self._kind: str | None = None  # of the open block
 

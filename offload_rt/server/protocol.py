@@ -19,9 +19,9 @@ from offload_rt.server.chat_format import ChatFormat
 from offload_rt.text.images import IMAGE_PARTS
 
 NLogprobs = Annotated[int, Field(ge=0, le=20)] | None
-Stops = Annotated[
-    list[Annotated[str, Field(max_length=1024)]], Field(fail_fast=True, max_length=64)
-]
+_Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[_Stop], Field(fail_fast=True, max_length=64)]
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 _CONTENT = "The content is a text, or a list of parts of type text and image_url."
 _TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"max_tokens", "structured_outputs"}
@@ -352,9 +352,7 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     """Body of /detokenize."""
 
-    tokens: Annotated[
-        list[Annotated[int, Field(strict=True, ge=0, lt=2**32)]], Field(fail_fast=True)
-    ]
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
 
 
 def _parsed_call(call: Json) -> Json:
