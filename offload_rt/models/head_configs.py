@@ -144,14 +144,22 @@ def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
         problem = f"an EAGLE-3 head with layers of type {layers.family}"
         raise config_error(problem, need="Llama or Qwen3 layers")
     check_sizes(layers, target, raw.get("target_hidden_size"))
-    taps = _taps(raw, target)
+    if raw.get("fc_norm") and raw.get("norm_before_fc"):
+        raise config_error("both fc_norm and norm_before_fc are true", need="at most one of them")
+    norm_before = "input_norm" if raw.get("norm_before_fc") else ""
+    n = target.n_layers
+    nested = (raw.get(_EAGLE_CONFIG) or {}).get("eagle_aux_hidden_state_layer_ids")
+    # Nested ids name the layers whose outputs are read, from 0. Top-level ids name the layers whose
+    # inputs are read.
+    top = raw.get("eagle_aux_hidden_state_layer_ids") or [2, n // 2, n - 3]
+    taps = check_taps([i + 1 for i in nested] if nested else top, target)
     changes: dict[str, Any] = {
         "family": "eagle",
         "max_positions": target.max_positions,
         "taps": taps,
         "n_tokens": raw.get("draft_vocab_size") or layers.vocab_size,
         "norm_before": bool(raw.get("norm_before_residual")),
-        "state_norm": _state_norm(raw),
+        "state_norm": "fc_norm" if raw.get("fc_norm") else norm_before,
     }
     if _TYPE in raw:
         changes["feeds_normed"] = bool(raw.get("norm_output"))
@@ -198,23 +206,6 @@ def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
         need = "'eagle3', 'peagle', 'dflash', 'dflash2' or 'dspark'"
         raise config_error(f"{_TYPE} {kind!r} is not supported", need=need)
     return dict(raw.get(_LAYERS) or {})
-
-
-def _taps(raw: dict[str, Any], target: Architecture) -> tuple[int, ...]:
-    n = target.n_layers
-    nested = (raw.get(_EAGLE_CONFIG) or {}).get("eagle_aux_hidden_state_layer_ids")
-    # Nested ids name the layers whose outputs are read, from 0. Top-level ids name the layers whose
-    # inputs are read.
-    top = raw.get("eagle_aux_hidden_state_layer_ids") or [2, n // 2, n - 3]
-    return check_taps([i + 1 for i in nested] if nested else top, target)
-
-
-def _state_norm(raw: dict[str, Any]) -> str:
-    if raw.get("fc_norm") and raw.get("norm_before_fc"):
-        raise config_error("both fc_norm and norm_before_fc are true", need="at most one of them")
-    if raw.get("fc_norm"):
-        return "fc_norm"
-    return "input_norm" if raw.get("norm_before_fc") else ""
 
 
 def _mask_token(raw: dict[str, Any], vocab_size: int) -> int:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from offload_rt.models.image_prompt import ImageFeatures, ImagePrompt, PromptImage
 from offload_rt.models.layers import LayerWeights, TensorShape
-from offload_rt.models.trace import Call
+from offload_rt.models.stand_ins import Call
 from offload_rt.models.traced import ImageInputs, TracedModel
 
 # Model types whose output equals `generate` of transformers in tests.

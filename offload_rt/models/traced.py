@@ -23,12 +23,16 @@ from offload_rt.models.layers import LayerExperts, LayerWeights, PassContext, Te
 from offload_rt.models.stand_ins import (
     MASKED,
     NAME,
+    Call,
     PassCache,
+    Place,
     Table,
+    Trace,
     delta_net,
+    find_mixtures,
+    make_model,
     register,
 )
-from offload_rt.models.trace import Call, Place, Trace, find_mixtures, make_model
 from offload_rt.models.traced_experts import (
     MatrixOfModules,
     Touched,

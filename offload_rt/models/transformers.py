@@ -25,9 +25,8 @@ from offload_rt.models.layers import (
     PassContext,
     TensorShape,
 )
-from offload_rt.models.stand_ins import OTHER_STATE, TRACED
+from offload_rt.models.stand_ins import OTHER_STATE, OWN_CODE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.trace import OWN_CODE
 from offload_rt.models.traced import WHOLE, StoredParts, TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 

@@ -33,7 +33,7 @@ from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
 from offload_rt.speculate import dynamic_builder
-from offload_rt.speculate.block_model import BlockTreeBuilder
+from offload_rt.speculate.draft.block import BlockTreeBuilder
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.recycler import Recycler, TextCandidates
