@@ -250,11 +250,8 @@ def _best(
 def _print_table(findings: Findings) -> None:
     rows = ((n, *("" if np.isnan(cost) else f"{cost:.4f}" for cost in costs)) for n, costs in
             zip(findings.sizes, findings.cost, strict=True))  # fmt: skip
-    _print_rows(
-        "seconds per token by size (rows) and levels (columns) of the tree",
-        ("nodes", *findings.depths),
-        rows,
-    )
+    title = "seconds per token by size (rows) and levels (columns) of the tree"
+    _print_rows(title, ("nodes", *findings.depths), rows)
     trees: dict[int, list[object]] = {}
     for best in findings.optima:
         tree = f"{best.n_nodes}, {best.n_levels}, {best.plain_s / best.token_s:.2f}"

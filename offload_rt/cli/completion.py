@@ -21,10 +21,8 @@ _PATHS = {
 
 def new_parser() -> Parser:
     """Return the parser of the command."""
-    parser = Parser(
-        "offload-rt completion",
-        "Print a completion script. For bash: offload-rt completion bash >> ~/.bashrc",
-    )
+    text = "Print a completion script. For bash: offload-rt completion bash >> ~/.bashrc"
+    parser = Parser("offload-rt completion", text)
     parser.add_argument("shell", choices=_SHELLS, help="shell of the script")
     return parser
 

@@ -92,16 +92,11 @@ def main(flags: Namespace) -> None:
     config = EngineConfig("any")
     prospects = survey(this_machine(config, disk_gbps or _DISK_GBPS, "disk: measured"))
     if flags.json:
-        content = {
-            "checks": [asdict(check) for check in checks],
-            "models": [asdict(prospect) for prospect in prospects],
-        }
+        content = {"checks": [*map(asdict, checks)], "models": [*map(asdict, prospects)]}
         print(json.dumps(content))
         return
-    print(
-        "\nforecast in tokens/s, 2048 tokens of context\n"
-        f"{'model':<14}{'draft':<12}{'plain':>8}{'with draft':>12}  verdict"
-    )
+    print("\nforecast in tokens/s, 2048 tokens of context")
+    print(f"{'model':<14}{'draft':<12}{'plain':>8}{'with draft':>12}  verdict")
     for prospect in prospects:
         plain, rate = ("" if x is None else f"{x:.3g}" for x in (prospect.plain, prospect.rate))
         rate = rate if prospect.draft else ""

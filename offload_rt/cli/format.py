@@ -196,10 +196,8 @@ def describe_tree(topology: Topology) -> str:
     if topology.is_chain:
         return "1 node" if n == 1 else f"chain of {n} nodes"
     n_children = np.array([len(children) for children in topology.children])
-    lines = [
-        f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node",
-        "level nodes  children of each",
-    ]
+    size = f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node"
+    lines = [size, "level nodes  children of each"]
     for level in range(n_levels):
         nodes = np.flatnonzero(topology.depths == level)
         lines.append(f"{level:5} {len(nodes):5}  {_families(topology, nodes, n_children)}")

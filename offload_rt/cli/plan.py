@@ -173,11 +173,9 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
     request = forecast.request
     config = request.config
     machine = forecast.machine
-    self_acceptance = (
-        request.acceptance
-        if config.drafter == _SELF
-        else assumed("auto", settings.temperature, config, _SELF)
-    )
+    self_acceptance = request.acceptance
+    if config.drafter != _SELF:
+        self_acceptance = assumed("auto", settings.temperature, config, _SELF)
     others = Alternatives(
         formats=by_format(request, self_acceptance, machine),
         experts=expert_ways(forecast),

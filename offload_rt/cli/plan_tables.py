@@ -130,10 +130,8 @@ def _print_formats(
     for name, row in by_format.items():
         table.add_row(name, _traffic(row["none"]), *map(_speed, row.values()))
     print_table(table)
-    _print(
-        f"assumed: lossless layers have {LOSSLESS_SHARE:.2f} of their bytes, decoding writes"
-        f" {decode_gbps:g} GB/s"
-    )
+    share = f"lossless layers have {LOSSLESS_SHARE:.2f} of their bytes"
+    _print(f"assumed: {share}, decoding writes {decode_gbps:g} GB/s")
     fitting = {
         variant.run.seconds_per_token: name
         for name, variant in drafters.items()
@@ -160,12 +158,10 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     plan = forecast.memory_plan.plan
     touched = plan.touched
     assert touched is not None and plan.experts is not None
-    n_on_host = plan.experts.n_on_host / touched.n_layers
     print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
-    _print(
-        f"on average the device holds {touched.n_resident:.0f} experts of a layer, and host memory"
-        f" {n_on_host:.0f}"
-    )
+    on_device = f"the device holds {touched.n_resident:.0f} experts of a layer"
+    on_host = f"host memory {plan.experts.n_on_host / touched.n_layers:.0f}"
+    _print(f"on average {on_device}, and {on_host}")
     _print(
         "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
         f" {forecast.machine.ram_gbps:g} GB/s of weights"

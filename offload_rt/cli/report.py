@@ -144,11 +144,8 @@ def text(result: Shares) -> str:
     )
     if result.link == 0:
         return f"{activities}\nnothing crossed the link: all layers were resident"
-    lines = [
-        f"{result.seconds:.3f} s of {result.n_steps} passes: the link was busy {result.link:.1%}"
-        " of the time",
-        activities,
-    ]
+    busy = f"the link was busy {result.link:.1%} of the time"
+    lines = [f"{result.seconds:.3f} s of {result.n_steps} passes: {busy}", activities]
     for reason, during in sorted(result.idle.items(), key=lambda pair: -sum(pair[1].values())):
         concurrent = ", ".join(f"{lane} {share:.1%}" for lane, share in during.items())
         share = sum(during.values())

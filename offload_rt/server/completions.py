@@ -26,12 +26,8 @@ class CompletionWriter:
     def __init__(self, answer: Answer, request: GenerationRequest, name: str) -> None:
         self.answer = answer
         self._options = request.stream_options or StreamOptions()
-        self._head = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
-            "object": self.kind,
-            "created": int(time.time()),
-            "model": name,
-        }
+        self._head: Json = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "object": self.kind}
+        self._head |= {"created": int(time.time()), "model": name}
 
     def start(self) -> list[str]:
         """Return the events before the first delta."""

@@ -139,13 +139,8 @@ class ResponsesWriter:
         self._answer = answer
         self._items: list[_Item] = []
         self._n_events = 0
-        self._head = {
-            "id": _new_id("resp"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": name,
-            **request.echo(),
-        }
+        self._head: Json = {"id": _new_id("resp"), "object": "response"}
+        self._head |= {"created_at": int(time.time()), "model": name, **request.echo()}
 
     def start(self) -> list[str]:
         """Return the events before the first delta."""

@@ -84,10 +84,8 @@ def test_chat_prompt_equals_transformers_template(llm, model):
 def test_chat_template_is_required_or_read_from_a_file(tmp_path, capfd):
     model = str(speaking_checkpoint(tmp_path / "model"))
     flags = ["--model", model, "--device", "cpu", "--max-model-len", "64"]
-    with (
-        LLM(model, device="cpu", max_model_len=64) as llm,
-        pytest.raises(PromptError, match="no chat template"),
-    ):
+    refused = pytest.raises(PromptError, match="no chat template")
+    with LLM(model, device="cpu", max_model_len=64) as llm, refused:
         llm.chat(conversation("hello"))
     assert chat.main(flags) == 2
     out, err = capfd.readouterr()

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from support.serving import (
-    LIMITS,
-    MODELS,
-    PROMPT,
-    TEMPLATE,
-    TURNS,
-    alone,
-    engine_held,
-    running,
-    serving,
-)
+from support.serving import LIMITS, MODELS, PROMPT, TURNS, alone, engine_held, running, serving
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
@@ -248,7 +238,8 @@ def test_response_format_reaches_the_template(served, monkeypatch):
 
     plain = text(response_format={"type": "text"})
     name = "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
-    monkeypatch.setattr(served.llm.tokenizer, "chat_template", TEMPLATE + name)
+    template = served.llm.tokenizer.chat_template + name
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     assert text() == plain
     outputs = StructuredOutputs(json={"type": "object"})
     prompt = rendered(served.llm, response_format=schema)

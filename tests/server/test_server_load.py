@@ -12,16 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.serving import (
-    LIMITS,
-    PROMPT,
-    Served,
-    alone,
-    engine_held,
-    head_of,
-    running,
-    wait_until,
-)
+from support.programs import wait_until
+from support.serving import LIMITS, PROMPT, Served, alone, engine_held, head_of, running
 
 from bench.serve.load import load
 from offload_rt import SamplingParams
