@@ -58,7 +58,7 @@ def ratios(
     measured = output.stats.measured_seconds_per_token
     plain = Totals.of_passes(list(passes.values()), 1).plain_s
     settings = PlanSettings(context=context, max_new_tokens=n_tokens, disk=disk)
-    machine = without_weights(settings, config, "disk: measured")
+    machine = without_weights(replace(settings, disk_source="disk: measured"), config)
     doctor = predict(request_of(settings, config, machine), machine)
     run = of_run(replace(settings, disk=None), config)
     return {

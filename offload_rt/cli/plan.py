@@ -84,19 +84,19 @@ def main(flags: Namespace) -> None:
         gc.enable()
 
 
-def print_plan(flags: Namespace, disk_source: str = "disk: set by --disk") -> None:
+def print_plan(flags: Namespace) -> None:
     """Print the plan for flags of this command. Raises CapacityError if the model is too large."""
     settings = from_flags(PlanSettings, flags)
     config = from_flags(EngineConfig, flags)
     settings.check(config)
     check_paths(config)
     try:
-        _print_plan(settings, config, disk_source)
+        _print_plan(settings, config)
     except CapacityError as error:
         raise error.prefixed("does not fit") from error
 
 
-def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) -> None:
+def _print_plan(settings: PlanSettings, config: EngineConfig) -> None:
     is_this = settings.gpu == "this"
     # On a CPU, --ram describes another machine.
     is_run = is_this and (settings.ram is None or bool(cards()))
@@ -111,9 +111,7 @@ def _print_plan(settings: PlanSettings, config: EngineConfig, disk_source: str) 
     from offload_rt.cli.plan_request import by_place, request_of, with_card, without_weights
     from offload_rt.planning.forecast import predict
 
-    machine = (
-        without_weights(settings, config, disk_source) if is_this else with_card(settings, config)
-    )
+    machine = (without_weights if is_this else with_card)(settings, config)
     request = request_of(settings, config, machine)
     places = by_place(config.split_draft, request, machine)
     _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
@@ -146,11 +144,10 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
     folder = Path(HF_HUB_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
     rate = measure_disk_gbps(folder)
-    if rate is None:
-        print_plan(flags, "disk: assumed, not measurable")
-    else:
-        disk = f"{rate:.2f}GB/s"
-        print_plan(Namespace(**vars(flags), disk=disk), "disk: measured in the hub cache")
+    if rate is not None:
+        source = "disk: measured in the hub cache"
+        flags = Namespace(**vars(flags), disk=f"{rate:.2f}GB/s", disk_source=source)
+    print_plan(flags)
 
 
 def _is_here(config: EngineConfig) -> bool:

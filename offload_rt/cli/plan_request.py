@@ -44,11 +44,11 @@ def with_card(settings: PlanSettings, config: EngineConfig) -> Machine:
     return replace(machine, sources=(*machine.sources, *assumed)).of_rank(ranks)
 
 
-def without_weights(settings: PlanSettings, config: EngineConfig, disk_source: str) -> Machine:
+def without_weights(settings: PlanSettings, config: EngineConfig) -> Machine:
     """Describe this machine, for models whose weights are elsewhere."""
     from offload_rt.planning.local import this_machine
 
-    source = f"--disk: {DISK} assumed" if settings.disk is None else disk_source
+    source = f"--disk: {DISK} assumed" if settings.disk is None else settings.disk_source
     return this_machine(config, settings.disk_gbps, source, settings.ram)
 
 
@@ -61,10 +61,9 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     config = replace(config, host_memory=settings.ram or config.host_memory)
     with LLM.open(config) as llm:
         spec = llm.spec
-        disk = "disk: set by --disk"
-        if settings.disk is not None:
-            disk_gbps = settings.disk_gbps
-        else:
+        disk = settings.disk_source
+        disk_gbps = settings.disk_gbps
+        if settings.disk is None:
             disk = "disk: measured with the model's files"
             disk_gbps = profile.link_gbps(spec.files.disk, spec.target.checkpoint.spec.n_layers)
     machine = this_machine(config, disk_gbps, disk)

@@ -52,6 +52,8 @@ class PlanSettings:
     )
     json: bool = setting(False, "print one JSON object instead of tables")
 
+    disk_source: str = "disk: set by --disk"  # no flag
+
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
         for name in ("context", "ranks"):
