@@ -25,7 +25,6 @@ from support.tiny import (
 from transformers import Qwen3_5ForConditionalGeneration
 
 from bench.models.tiny import config_of as tiny_config
-from bench.models.tiny import random_model
 from offload_rt import LLM, SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step
@@ -193,12 +192,9 @@ def test_any_cache_history_equals_its_tokens(seed):
     assert len(seen) == 4 and min(seen.values()) > 0, seen
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    model = random_model(tiny_config("qwen3_5_text"))
-    folder = tmp_path_factory.mktemp("delta")
-    model.save_pretrained(folder)
-    return model, folder
+@pytest.fixture
+def saved(model_of):
+    return model_of("qwen3_5_text")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """General models through transformers' modules with streamed layers: tree logits and texts."""
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -62,24 +61,6 @@ KINDS = [
     "diffllama", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid",
     *CUSTOM_ATTENTION,
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory):
-    """Of a type: the model in transformers, and its checkpoint."""
-
-    @functools.cache
-    def get(kind):
-        config = tiny_config(kind.removesuffix(" alibi"))
-        if kind == "falcon alibi":
-            config.alibi = True
-            config.new_decoder_architecture = config.multi_query = False
-        model = random_model(config)
-        folder = tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folder)
-        return model, folder
-
-    return get
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "falcon alibi"])

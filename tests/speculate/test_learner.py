@@ -1,11 +1,13 @@
 """A draft that learns the target's predictions: loss, updates, timing and exact texts."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from support.texts import assert_distributions, exact_distributions, sampled_texts, small_pair
 from support.tiny import (
+    Pair,
     assert_continued,
     drafter_of,
     engine_of,
@@ -73,6 +75,13 @@ def read(learner: Learner, passages: list[Passage], waited_s: float = 1e9) -> No
             return
 
 
+@contextmanager
+def opened(pair: Pair) -> Iterator[tuple[LLM, Learner]]:
+    """Open a pair, with a learner apart from the engine."""
+    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
+        yield llm, Learner(llm.engine.draft, LinkMeter())
+
+
 def learner_of(llm: LLM) -> Learner:
     """That of an engine."""
     return llm.engine.drafter._learner
@@ -113,8 +122,7 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
     pair = zoo.pair(name, 0)
     passage = passage_of(pair.model, 7)
     model = nearly(pair.draft_model, 0.0)
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        learner = Learner(llm.engine.draft, LinkMeter())
+    with opened(pair) as (_, learner):
         change(learner)
         without = cross_entropy(model, passage).detach()
         for weight, a, b in adapted(learner, model):
@@ -148,8 +156,7 @@ def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     pair = save_pair(tmp_path, target, draft)
     passages = [passage_of(pair.model, seed) for seed in range(12)]
     for _ in range(2):
-        with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-            learner = Learner(llm.engine.draft, LinkMeter())
+        with opened(pair) as (llm, learner):
             before = weights_of(llm)
             read(learner, passages)
             unseen = [passage_of(pair.model, seed) for seed in range(100, 106)]
@@ -168,8 +175,7 @@ def test_passage_has_accepted_tokens_and_predictions(pair):
     """No token after the end of the sequence."""
     text = prompt_of(1, 120)
     predicted = TopTokens(torch.arange(120 * 8).view(120, 8) % 128, torch.full((120, 8), 0.1))
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        learner = Learner(llm.engine.draft, LinkMeter())
+    with opened(pair) as (_, learner):
         sequence = Sequence(text[:50], SamplingParams(1000), 118)
         for first in range(49, 119, 10):
             learner.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
@@ -208,8 +214,7 @@ def test_learning_ends_without_gain(pair, monkeypatch):
 def test_learning_uses_only_idle_link_time(pair):
     """No learning in waits shorter than a slice; its estimate decays."""
     passages = [passage_of(pair.model, seed) for seed in range(3)]
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        learner = Learner(llm.engine.draft, LinkMeter())
+    with opened(pair) as (_, learner):
         read(learner, passages, waited_s=0.0)
         learner._slice_s = 100.0
         read(learner, [], waited_s=99.0)
@@ -223,8 +228,7 @@ def test_learning_ends_without_memory(pair, monkeypatch):
     def no_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError
 
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        learner = Learner(llm.engine.draft, LinkMeter())
+    with opened(pair) as (llm, learner):
         before = weights_of(llm)
         change(learner)
         learner._serve(True)

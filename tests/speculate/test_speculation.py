@@ -20,7 +20,6 @@ from support.texts import (
 from support.tiny import (
     CASES,
     DRAFTERS,
-    EACH_IN_ONE,
     assert_continued,
     byte_level,
     drafter_of,
@@ -71,25 +70,6 @@ def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
 def texts(zoo):
     """Texts of transformers for the prompts, by family."""
     return functools.cache(lambda name: expected_of(zoo.pair(name, 0).model))
-
-
-def assert_greedy(llm, expected):
-    """In a batch and alone; returns the passes that the batch took and the tokens it gave."""
-    params = [SamplingParams(max_new_tokens=n) for n in LENGTHS]
-    outputs = llm.generate(PROMPTS, params)
-    assert [output.token_ids for output in outputs] == expected
-    assert llm.generate(PROMPTS[0], params[0])[0].token_ids == expected[0]
-    return sum(output.stats.n_passes for output in outputs), sum(LENGTHS)
-
-
-# At temperature zero no tree is sampled, and all rules take the same path.
-@pytest.mark.parametrize(("drafter", "rule"), EACH_IN_ONE)
-def test_greedy_tokens_equal_transformers(pair, texts, drafter, rule):
-    with open_llm(
-        pair.target, max_model_len=256, tree_size=24, tree_depth=5, **pair.settings(drafter, rule)
-    ) as llm:
-        n_passes, n_tokens = assert_greedy(llm, texts("llama"))
-    assert n_passes < n_tokens or drafter not in MODEL_DRAFTERS, "nothing was accepted"
 
 
 @pytest.fixture(autouse=True)

@@ -109,6 +109,24 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """Return a function from model type to a tiny random model and its checkpoint."""
+
+    @functools.cache
+    def get(kind):
+        config = config_of(kind.removesuffix(" alibi"))
+        if kind == "falcon alibi":
+            config.alibi = True
+            config.new_decoder_architecture = config.multi_query = False
+        model = random_model(config)
+        folder = tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
     """Return a function from model type to a model of eight experts and its checkpoint."""
 
