@@ -16,8 +16,8 @@ from offload_rt.chunks import GRAPH_WIDTHS, max_captured_rows
 from offload_rt.errors import RankError
 from offload_rt.executor.cuda_graphs import (
     Capture,
+    Captured,
     GraphPass,
-    GraphReduction,
     GraphShape,
     PassRows,
     Reduce,
@@ -106,7 +106,7 @@ class GraphRunner:
         self._limit_rows = max_captured_rows(self.limit.n_rows)
         # Passes refer to the memory of a buffer, not to the buffer: freeing a cache frees them.
         self._passes = WeakKeyDictionary[KVBuffer, dict[GraphShape, GraphPass]]()
-        self._reductions: dict[tuple[int, Reduce], GraphReduction] = {}
+        self._reductions: dict[tuple[int, Reduce], Captured] = {}
         self._logits: Tensor | None = None
         self._tapped = torch.empty(0)
 
@@ -181,10 +181,11 @@ class GraphRunner:
         reduction = _most_recent(
             self._reductions,
             (shape.n_rows, reduce),
-            lambda: GraphReduction(reduce, logits[: shape.n_rows]),
+            lambda: Captured(partial(reduce, logits[: shape.n_rows])),
         )
         reduction.run(self.capture)
-        return reduction.out[:n]
+        out: Tensor = reduction.result[:n]
+        return out
 
     def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
         """Return the captured shape for a pass."""

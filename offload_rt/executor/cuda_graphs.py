@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,20 +117,29 @@ class GraphInputs(PassRows):
         mask.extent[:] = source.extent
 
 
-class _Captured:
-    """A computation that runs directly first, is captured second, and is replayed afterwards."""
+class Captured:
+    """A computation that runs directly first, is captured second, and is replayed afterwards.
 
-    def __init__(self) -> None:
+    result  of the latest run that was no replay
+    """
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._function = compute
         self._n_runs = 0
         self._replay: Replay | None = None
+        self.result: Any = None
 
-    def run(self, compute: Callable[[], None], capture: Capture) -> None:
+    def run(self, capture: Capture) -> None:
         """Compute. After a failed capture, e.g. without memory, later calls run directly."""
         if self._n_runs == 1:
             with suppress(torch.OutOfMemoryError, extension.NotCapturable):
-                self._replay = capture(compute)
-        (self._replay or compute)()
+                self._replay = capture(self._compute)
+        (self._replay or self._compute)()
         self._n_runs += 1
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        self.result = self._function()
 
 
 class GraphPass:
@@ -156,15 +166,14 @@ class GraphPass:
         self._mask = self._inputs.mask
         self._logits = logits[: shape.n_rows]
         self._tapped = tapped[: shape.n_rows]
-        self._captured = _Captured()
+        self._captured = Captured(self.compute)
 
     def run(self, rows: PassRows, capture: Capture) -> None:
         """Compute these rows."""
         self._host.fill(rows, spare=self._buffer.capacity - 1)
         ops.fill(self._inputs.block, self._host.block)
-        self._captured.run(self.compute, capture)
+        self._captured.run(capture)
 
-    @torch.inference_mode()
     def compute(self) -> None:
         """Compute embedding, layers and head; write cache rows and logits."""
         model = self._model.spec
@@ -182,24 +191,6 @@ class GraphPass:
         """See `PassContext.attend`."""
         mask = self._mask.within(asked.window)
         return self._buffer.attend(asked.layer, self._inputs.rows, asked, mask)
-
-
-class GraphReduction:
-    """Reduction of a pass's first logits."""
-
-    def __init__(self, reduce: Reduce, logits: Tensor) -> None:
-        self._reduce = reduce
-        self._logits = logits
-        self._captured = _Captured()
-        self.out = logits[:0]
-
-    def run(self, capture: Capture) -> None:
-        """Reduce the logits of the latest pass."""
-        self._captured.run(self._compute, capture)
-
-    @torch.inference_mode()
-    def _compute(self) -> None:
-        self.out = self._reduce(self._logits)
 
 
 @cache

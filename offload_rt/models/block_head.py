@@ -59,14 +59,9 @@ class BlockHead(Head, NativeDecoder):
     logit_softcap: float = 0.0
 
     @property
-    def n_predicted(self) -> int:
-        """Predicted tokens of a block."""
-        return self.block_size if self.predicts_first else self.block_size - 1
-
-    @property
     def n_at_once(self) -> int:
         """See `Head.n_at_once`."""
-        return self.n_predicted
+        return self.block_size if self.predicts_first else self.block_size - 1
 
     def layer_prefix(self, i: int) -> str:
         """Return the numbered prefix of layer i."""
@@ -123,7 +118,7 @@ class BlockHead(Head, NativeDecoder):
         tokens: Tensor,
         cached: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Compute the hidden states (n_blocks, n_predicted, hidden_size) of predicting rows.
+        """Compute the hidden states (n_blocks, n_at_once, hidden_size) of predicting rows.
 
         tokens  (n_blocks, block_size) int64: the last token of the sequence first
         cached  keys and values (n_kv_heads, n, head_dim) of all earlier tokens, per layer
@@ -139,7 +134,7 @@ class BlockHead(Head, NativeDecoder):
             h = ops.rms_norm(x, layer.vector("input_layernorm"), self.eps)
             x = self.mlp(layer, x, self.attend_to_block(i, layer, h, cached[i], rotary))
         hidden = ops.rms_norm(x, weights.vector("norm"), self.eps).view(n_blocks, size, -1)
-        return hidden[:, size - self.n_predicted :]
+        return hidden[:, size - self.n_at_once :]
 
     def attend_to_block(
         self,

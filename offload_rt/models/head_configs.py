@@ -166,12 +166,7 @@ def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
     else:
         changes["is_normed"] = bool(raw.get("norm_output", True))
     if is_parallel := _is_parallel(raw):
-        changes |= {
-            "family": "peagle",
-            "mask_token": _mask_token(raw, layers.vocab_size),
-            "mask_shape": (1, 1, len(taps) * layers.hidden_size),
-            "n_parallel": _n_parallel(raw),
-        }
+        changes |= _parallel_fields(raw, layers, len(taps))
     changes["has_embedding"] = bool(raw.get("embed_requires_grad", is_parallel))
     return Eagle3(**fields_of(layers) | changes)
 
@@ -208,18 +203,19 @@ def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
     return dict(raw.get(_LAYERS) or {})
 
 
-def _mask_token(raw: dict[str, Any], vocab_size: int) -> int:
+def _parallel_fields(raw: dict[str, Any], layers: NativeDecoder, n_taps: int) -> dict[str, Any]:
+    """Return the fields of a P-EAGLE head, by default for the published number of tokens."""
     token: Any = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
-    check_integer("mask_token_id", token, 0, vocab_size - 1)
-    return int(token)
-
-
-def _n_parallel(raw: dict[str, Any]) -> int:
-    """Return the number of tokens that speculators' config proposes, or the published number."""
+    check_integer("mask_token_id", token, 0, layers.vocab_size - 1)
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     n: int = methods[0].get("speculative_tokens", _N_PARALLEL)
     check_integer("speculative_tokens", n, 1, 99)
-    return n
+    return {
+        "family": "peagle",
+        "mask_token": token,
+        "mask_shape": (1, 1, n_taps * layers.hidden_size),
+        "n_parallel": n,
+    }
 
 
 def _block_kind(raw: dict[str, Any]) -> str | None:

@@ -37,7 +37,7 @@ class BlockState(TreeState):
     Block 0 has masks after the last token. Further blocks contain the path of their row. Memory for
     parent states in the plan limits their number.
     cached    keys and values of all tokens but the last, per layer
-    blocks    (n_blocks, n_predicted, hidden_size)
+    blocks    (n_blocks, n_at_once, hidden_size)
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BlockModel(LevelModel):
     def __post_init__(self) -> None:
         spec = self.runner.spec
         assert isinstance(spec, BlockHead), "BlockModel requires a block drafter"
-        self.max_levels = min(self.max_levels, spec.n_predicted + 1)
+        self.max_levels = min(self.max_levels, spec.n_at_once + 1)
         super().__post_init__()
         self._spec = spec
         self._layers = self.runner.resident_layers()
@@ -144,7 +144,7 @@ class BlockModel(LevelModel):
         return state
 
     def _blocks(self, state: BlockState, paths: abc.Sequence[list[int]]) -> Tensor:
-        """Compute a block for each path: (n, n_predicted, hidden_size)."""
+        """Compute a block for each path: (n, n_at_once, hidden_size)."""
         spec = self._spec
         tokens = torch.full((len(paths), spec.block_size), spec.mask_token)
         for row, path in zip(tokens, paths, strict=True):
