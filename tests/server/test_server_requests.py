@@ -12,10 +12,8 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import SettingsError
 from offload_rt.server import service
 from offload_rt.server.answer import Answer
-from offload_rt.server.call_parser import CallParser
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
-from offload_rt.server.tool_formats.hermes import FORMAT
 from offload_rt.text.detokenize import token_bytes
 
 CONTROL = "<|endoftext|>"
@@ -248,60 +246,6 @@ def test_functions_of_firefunction_are_in_the_prompt(served, monkeypatch):
     status, answer = served.post("/tokenize", {"messages": TURNS, "tools": tools})
     prompt = served.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"]
     assert status == 200 and '"name": "add"' in prompt and ":" in prompt.rpartition("]")[2]
-
-
-def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
-
-
-@pytest.mark.parametrize(("text", "content", "arguments"), [
-    (f"Well. {call('{}')}", "Well. ", [{}]),
-    (f"{call('{}')} and so on", "and so on", [{}]),
-    (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
-    (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
-    (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
-    (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
-    (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
-    (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
-    (call("null"), "", [{}]),
-    (call('{"a": 1}', close=""), "", [{"a": 1}]),
-    (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
-    (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
-    *((text, text, []) for text in (
-        call("{}", name="other"), call("[1]"), call('"text"'), call('{"a": NaN}'),
-        "<tool_call>" + "[" * 100_000, '<tool_call>{"a": "', "<tool_call></tool_call>")),
-])  # fmt: skip
-def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
-    sizes = (1, 7, len(text)) if len(text) < 1000 else (1000, len(text))
-    for size in sizes:
-        parser = CallParser(FORMAT, {"add": {}})
-        parts = [parser.feed(text[k : k + size]) for k in range(0, len(text), size)]
-        parts.append(parser.feed("", True))
-        calls = [call for part in parts for call in part.calls]
-        assert "".join(part.text for part in parts) == content
-        assert [json.loads(call["function"]["arguments"]) for call in calls] == arguments
-        for entry in calls:
-            entry["function"]["arguments"].encode()  # responses are UTF-8
-
-
-def test_tool_parser_reports_complete_calls_and_does_not_match_each_piece(monkeypatch):
-    """A long call is matched again only behind a closing tag."""
-    states = []
-    match = CallParser._match
-
-    def counted(self: CallParser, state: str) -> Any:
-        states.append(state)
-        return match(self, state)
-
-    monkeypatch.setattr(CallParser, "_match", counted)
-    parser = CallParser(FORMAT, {"add": {}})
-    assert len(parser.feed("Yes. " + call("{}")).calls) == 1
-    assert parser.feed(" More.").text == "More."
-    states.clear()
-    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>' + " x" * 200)
-    for _ in range(2000):
-        parser.feed(" x")
-    assert parser.feed('"}}</tool_call>').calls and len(states) < 5
 
 
 def test_grammars_of_open_requests_are_bounded_together(served, monkeypatch):

@@ -20,8 +20,9 @@ from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.call_format import Style
 from offload_rt.server.call_grammar import call_grammar
-from offload_rt.server.call_parser import parser_of
+from offload_rt.server.call_parser import CallParser, parser_of
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.tool_formats.hermes import FORMAT as HERMES
 from offload_rt.system import registry
 
 FUNCTIONS = [
@@ -125,18 +126,65 @@ def test_rendered_calls_survive_every_split(name, case):
 def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str, list[Any]]:
     """Parse a text in pieces of several sizes. Returns reasoning, content and calls."""
     results = set()
-    for size in (1, 3, 7, len(text)):
+    for size in (1, 3, 7, len(text)) if len(text) < 1000 else (1000, len(text)):
         schemas = {str(entry["name"]): entry["parameters"] for entry in FUNCTIONS}
         parser = chat_format.parser(schemas, tail)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         parts = [*map(parser.feed, pieces), parser.feed("", True)]
         calls = [call["function"] for part in parts for call in part.calls]
+        assert all(call["arguments"].encode() for call in calls)  # responses are UTF-8
         reasoning = "".join(part.reasoning for part in parts)
         content = "".join(part.text for part in parts)
         results.add((reasoning, content, json.dumps(calls)))
     ((reasoning, content, calls),) = results
     named = [(call["name"], json.loads(call["arguments"])) for call in json.loads(calls)]
     return reasoning, content, named
+
+
+def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
+
+
+@pytest.mark.parametrize(("text", "content", "arguments"), [
+    (f"Well. {call('{}')}", "Well. ", [{}]),
+    (f"{call('{}')} and so on", "and so on", [{}]),
+    (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
+    (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
+    (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
+    (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
+    (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
+    (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
+    (call("null"), "", [{}]),
+    (call('{"a": 1}', close=""), "", [{"a": 1}]),
+    (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
+    (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
+    *((text, text, []) for text in (
+        call("{}", name="other"), call("[1]"), call('"text"'), call('{"a": NaN}'),
+        "<tool_call>" + "[" * 100_000, '<tool_call>{"a": "', "<tool_call></tool_call>")),
+])  # fmt: skip
+def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
+    calls = [("add", values) for values in arguments]
+    assert parsed(ChatFormat(None, HERMES, None), text) == ("", content, calls)
+
+
+def test_tool_parser_reports_complete_calls_and_does_not_match_each_piece(monkeypatch):
+    """A long call is matched again only behind a closing tag."""
+    states = []
+    match = CallParser._match
+
+    def counted(self: CallParser, state: str) -> Any:
+        states.append(state)
+        return match(self, state)
+
+    monkeypatch.setattr(CallParser, "_match", counted)
+    parser = CallParser(HERMES, {"add": {}})
+    assert len(parser.feed("Yes. " + call("{}")).calls) == 1
+    assert parser.feed(" More.").text == "More."
+    states.clear()
+    parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>' + " x" * 200)
+    for _ in range(2000):
+        parser.feed(" x")
+    assert parser.feed('"}}</tool_call>').calls and len(states) < 5
 
 
 @pytest.mark.parametrize(("name", "style"), [
