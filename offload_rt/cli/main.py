@@ -28,26 +28,22 @@ def main(given: list[str]) -> int:
         return code
     # Imported late: Ctrl-C before `run_program` prints a traceback.
     import argparse
+    from importlib.metadata import version
+    from platform import python_version
 
     from offload_rt.cli.flags import Parser
 
+    versions = [f"offload-rt {__version__}", f"Python {python_version()}"]
+    versions += [f"{name} {version(name)}" for name in ("torch", "transformers")]
+
     parser = Parser("offload-rt", "Run language models larger than device memory, exactly.")
-    parser.add_argument("--version", action="version", version=_versions())
+    parser.add_argument("--version", action="version", version=", ".join(versions))
     verbs = parser.add_subparsers(
         metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser
     )
     for name, text in VERBS.items():
         verbs.add_parser(name, help=text)
     return exit_code(lambda: parser.parse_args(given or ["--help"]))
-
-
-def _versions() -> str:
-    """Versions of offload_rt, Python, torch and transformers, without importing the latter two."""
-    from importlib.metadata import version
-    from platform import python_version
-
-    packages = [f"{name} {version(name)}" for name in ("torch", "transformers")]
-    return ", ".join([f"offload-rt {__version__}", f"Python {python_version()}", *packages])
 
 
 def script(*verb: str) -> NoReturn:

@@ -120,7 +120,8 @@ def exit_code(
             tell_rest(code)
         sys.stdout.flush()
     except OSError as error:  # closed pipe or full disk
-        _drop_stdout()
+        with open(os.devnull, "w") as null:  # Python reports a failed flush at exit
+            os.dup2(null.fileno(), sys.stdout.fileno())
         code, sentence = (code, sentence) if code else _verdict(error)
     if sentence:
         with suppress(OSError):
@@ -136,10 +137,3 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         return 0, ""  # the reader closed the pipe
     known = error if isinstance(error, OffloadError) else machine_error(error)
     return known.exit_code, f"error: {known.for_command_line}"
-
-
-def _drop_stdout() -> None:
-    """Redirect stdout to /dev/null, because Python reports a failed flush at exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)

@@ -8,6 +8,7 @@ granian 2.8 has a header timeout, but its server inside a process is experimenta
 import asyncio
 import os
 import resource
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -83,27 +84,23 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Start the write timer."""
         super().pause_writing()
-        self._watch_write(self.transport.get_write_buffer_size())
+        self._check_write(sys.maxsize)
 
     def resume_writing(self) -> None:
         """Stop the write timer."""
         super().resume_writing()
         self._stop_write_timer()
 
-    def _watch_write(self, n_unsent: int) -> None:
-        self._write_timer = self.loop.call_later(self.limits.write_s, self._check_write, n_unsent)
-
     def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
 
     def _check_write(self, n_unsent: int) -> None:
-        """Abort the connection unless the client has read something."""
+        """Abort the connection unless the client has read something; check again later."""
         remaining = self.transport.get_write_buffer_size()
-        if remaining < n_unsent:
-            self._watch_write(remaining)
-        else:
-            self.transport.abort()
+        if remaining >= n_unsent:
+            return self.transport.abort()
+        self._write_timer = self.loop.call_later(self.limits.write_s, self._check_write, remaining)
 
     def shutdown(self) -> None:
         """Refuse an incomplete request, or close the connection behind its last answer."""

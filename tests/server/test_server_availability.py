@@ -245,10 +245,10 @@ def test_client_that_does_not_read_loses_its_place(llm, monkeypatch, write_s, ti
 def test_slow_reader_keeps_its_connection():
     """Any progress within the write timeout suffices."""
     transport, loop = Mock(), Mock()
-    transport.get_write_buffer_size.return_value = 900
+    transport.get_write_buffer_size.side_effect = [1000, 900, 900]
     slow = connection.BoundedProtocol.__new__(connection.BoundedProtocol)
     vars(slow).update(transport=transport, loop=loop, limits=ConnectionLimits(1, write_s=7))
-    slow._watch_write(1000)
+    slow._check_write(2000)
     for is_aborted in (False, True):
         delay_s, act, n_unsent = loop.call_later.call_args.args
         act(n_unsent)
