@@ -7,10 +7,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class HostLink:
-    """Link between host and GPU.
-
-    gbps    GB/s of copies from pinned memory
-    """
+    """Link between host and GPU; `gbps` is the GB/s of copies from pinned memory."""
 
     name: str
     gbps: float

@@ -32,10 +32,7 @@ class PairTimes:
     n_at_once: int = 1
 
     def draft_s(self, topology: Topology, context: int) -> float:
-        """Seconds of drafting a tree: a draft pass per level, over the nodes with children.
-
-        Drafters that predict several tokens at once need one pass.
-        """
+        """Seconds of drafting a tree: a pass per level with children, or one for several tokens."""
         if self.draft is None or len(topology) == 1:
             return 0.0
         inner = topology.depths[np.unique(topology.parents[1:])]
@@ -53,10 +50,9 @@ def select_topology(
     limits: DraftLimits,
     context: int,
 ) -> Topology:
-    """Select the tree with the least predicted time per token.
+    """Select the tree with the least time per token; a single node if nothing can be drafted.
 
     acceptance  (ranks,) acceptance probability by sibling rank
-    Returns a single node if nothing can be drafted.
     """
     if limits.n_nodes == 1:
         return Topology.chain(1)

@@ -58,11 +58,9 @@ class CostEstimator:
         draft_s: np.ndarray | float = 0.0,
         n_sequences: int = 1,
     ) -> np.ndarray:
-        """Predict the seconds of a step for each number of rows.
+        """Predict the seconds of a step for each number of rows of all sequences together.
 
-        context      tokens per sequence
-        draft_s      seconds of drafting
-        n_sequences  number of sequences that share the rows
+        context  tokens per sequence
         """
         return self._slack * pass_times(
             self.profile, self._moved, n_rows, context, draft_s, n_sequences
@@ -85,11 +83,10 @@ class CostEstimator:
         n_sequences: int = 1,
         level_s: float | None = None,
     ) -> TreeChoice:
-        """Select the tree size with the least time per token; see `select_tree`.
+        """Select the size of each sequence's tree with the least time per token; see `select_tree`.
 
-        context      tokens per sequence
-        n_sequences  sequences in the pass, each with a tree of the selected size
-        level_s      seconds per draft level; None for `level`
+        context  tokens per sequence
+        level_s  seconds per draft level; None for `level`
         """
         level_s = self.level(n_sequences) if level_s is None else level_s
         # The last level needs no draft pass.

@@ -66,8 +66,7 @@ class ComputeTimes:
     def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
         """Interpolate seconds linearly, and extrapolate beyond the largest measurements.
 
-        context      tokens per sequence
-        n_sequences  sequences that share the rows
+        context  tokens per sequence
         """
         least = min(context, self.contexts[0])
         if least == context:
@@ -123,10 +122,9 @@ class StreamedRows:
     chunk_rows: int
 
     def layer_nbytes(self, i: int, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
-        """Return the bytes copied for layer i in a pass of `n_rows` rows.
+        """Return the bytes copied for layer i in a pass of `n_rows` rows of all sequences.
 
-        context      tokens per sequence
-        n_sequences  sequences that share the rows
+        context  tokens per sequence
         """
         first = max(self.n_resident, n_sequences * (context - (self.windows[i] or context)))
         return max(n_sequences * context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
@@ -294,10 +292,7 @@ def lossless_gain(moved: PassBytes, link_gbps: float, memory_gbps: float, share:
 def _link_times(
     profile: MachineProfile, moved: PassBytes, n_rows: np.ndarray, context: int, n_sequences: int
 ) -> tuple[np.ndarray, float]:
-    """Return the seconds of the slowest link per row count, and the GB/s of the busiest link.
-
-    The rate is 0 without streamed bytes.
-    """
+    """Return the seconds of the slowest link per row count, and the busiest link's GB/s or 0."""
     if moved.is_resident:
         return np.zeros(n_rows.shape), 0.0
     by_chunk = replace(moved, experts=None, exchanged=0, disk_experts=None)

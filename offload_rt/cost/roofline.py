@@ -109,14 +109,11 @@ class Roof:
         is_replayed: bool = True,
         share: float = 1.0,
     ) -> float:  # fmt: skip
-        """Return the seconds of layer i.
+        """Return the seconds of layer i after `context` tokens; `share` as in `product_s`.
 
         Kernels run in sequence: products, attention, elementwise kernels, and a gap after each. A
         mixture reads the experts of all rows; each row selects equally likely experts.
-
-        context      tokens before the rows
         is_replayed  captured graph; otherwise the host launches all kernels per chunk of rows
-        share        see `product_s`
         """
         n_touched = touched_weights(spec, i, n_rows)
         n_active = active_weights(spec, i)

@@ -55,11 +55,7 @@ class DraftLimits:
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """Selected tree size.
-
-    n_tokens  expected tokens per pass, including the bonus token
-    token_s   expected seconds per token
-    """
+    """Selected tree size, expected tokens per pass with the bonus token, seconds per token."""
 
     n_nodes: int
     n_levels: int
@@ -158,7 +154,7 @@ class _Ratios:
 class Acceptance(_Ratios):
     """Acceptance rate of a node's k-th child, given that the node is accepted.
 
-    first   prior acceptance of the first child
+    first  prior acceptance of the first child
     """
 
     N = N_RANKS
@@ -166,10 +162,7 @@ class Acceptance(_Ratios):
     first = _FIRST
 
     def observe(self, n_children: int, rank: int | None) -> None:
-        """Record an accepted node with `n_children` children.
-
-        rank  rank of the accepted child; None if all children were rejected
-        """
+        """Record an accepted node and the rank of its accepted child, or None."""
         self._fade()
         self.tries[:n_children] += 1
         if rank is not None and rank < N_RANKS:
@@ -207,11 +200,7 @@ class Calibration(_Ratios):
     N = len(EDGES) + 1
 
     def observe(self, probabilities: np.ndarray, hit: int | None) -> None:
-        """Record the candidates of a node.
-
-        probabilities  (n,) draft probability per candidate
-        hit            index of the target's choice; None if it is not a candidate
-        """
+        """Record a node's candidates (n,), and the index of the target's choice or None."""
         bins = np.searchsorted(self.EDGES, probabilities)
         self._fade()
         np.add.at(self.tries, bins, probabilities)
@@ -225,10 +214,7 @@ class Calibration(_Ratios):
         return np.asarray(np.minimum(probabilities * factors, 1.0))
 
     def ratios(self, prior: float = 1.0) -> np.ndarray:
-        """Return the target choices per draft probability of each bin, (N,).
-
-        prior  ratio of an empty bin
-        """
+        """Return the target choices per draft probability of each bin (N,); `prior` if empty."""
         weight = _PRIOR_WEIGHT / 4
         return np.asarray((self.hits + prior * weight) / (self.tries + weight))
 

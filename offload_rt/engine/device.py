@@ -67,9 +67,8 @@ def device_notice(asked: str, device: torch.device) -> str:
 
 
 def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) -> MemoryBudget:
-    """Return the budgets of the settings, or the free memory less a margin.
+    """Return the budgets of the settings, or the free memory less a margin, per local rank.
 
-    n_local  ranks that share this machine's memory
     Raises CapacityError for settings above the available memory.
     """
     spare = less_margin(memory_free()) // n_local

@@ -64,11 +64,7 @@ def plan_draft(
     has_card: bool,
     fit: Fit,
 ) -> PlannedDraft:
-    """Select the weight format of the draft model, and plan memory.
-
-    can_round  see `fixed_rounding`
-    has_card   whether the draft model computes on a GPU
-    fit        plans memory for a draft model and settings, or raises CapacityError
+    """Select the weight format of the draft model, and plan memory by `fit`.
 
     `auto` compares the time of streamed bytes and of draft levels per expected token. It keeps the
     weights without streamed layers, and on a CPU, where int4 products may be slower.

@@ -47,10 +47,7 @@ _SELF_ACCEPTANCE = 0.8
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """The drafter and its model, before loading.
-
-    drafting  drafter, verification rule, and checkpoint of a draft model or head
-    """
+    """The drafter, its verification rule and its model, before loading."""
 
     drafting: Drafting
     target: TargetSpec
@@ -71,10 +68,7 @@ class DraftSpec:
         return self.drafting.type.resources.copies_target
 
     def sizes(self) -> Sizes | None:
-        """Sizes of the draft model or of the target's copies; None without either.
-
-        Raises SettingsError for weights that cannot learn or cannot be copied.
-        """
+        """Sizes of the draft model or of the target's copies; raises SettingsError."""
         if self.drafting.learning != "off":
             self._check_learning()
         draft = self.checkpoint
@@ -148,10 +142,7 @@ class DraftSpec:
         return None if draft is None else open_files(draft, settings, self.target.device)
 
     def loaded_nbytes(self, plan: Plan, files: DiskTier | None, stored: DiskTier) -> int:
-        """Return the bytes that `build` and `build_copies` read.
-
-        files, stored  the opened files of the draft model, and of the target
-        """
+        """Return the bytes that `build` and `build_copies` read from files of draft and target."""
         nbytes = 0
         if self.checkpoint is not None and files is not None:
             nbytes += sum(files.nbytes(i) for i in range(self.checkpoint.spec.n_layers + 1))

@@ -58,10 +58,7 @@ def _failing_alone(sequence: Sequence) -> Iterator[None]:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Engine(SequencePool):
-    """Generate all running sequences together. Sequences join and leave between steps.
-
-    closes    releases the resources of the engine
-    """
+    """Generate all running sequences together. Sequences join and leave between steps."""
 
     rule: VerificationRule
     cost: CostEstimator

@@ -36,11 +36,7 @@ _NO_ROOM = (
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """All decisions before loading.
-
-    pass_bytes  traffic of a pass, over all stages of a pipeline
-    notice      information for the user about device and weights; empty if there is none
-    """
+    """All decisions before loading, with the traffic of a pass over all stages of a pipeline."""
 
     target: TargetSpec
     draft: DraftSpec

@@ -42,10 +42,7 @@ class LinkFormat:
 
 
 def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossless") -> Path:
-    """Return the sidecar's directory for a checkpoint or a rank's shard.
-
-    directory  base directory; None for beside the checkpoint
-    """
+    """Return the sidecar's directory, beside the checkpoint unless `directory` is set."""
     beside = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.with_suffix("")
     base = beside if directory is None else Path(directory).expanduser()
     spec = checkpoint.spec

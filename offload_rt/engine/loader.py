@@ -60,10 +60,7 @@ def open_files(
     device: torch.device,
     mirrors: Mirrors = NO_MIRRORS,
 ) -> DiskTier:
-    """Open all weights of a model for loading.
-
-    Blocks have the layout of the file on a CPU and are packed on a GPU.
-    """
+    """Open all weights of a model for loading, packed on a GPU."""
     return DiskTier(checkpoint.blocks, settings, device.type == "cuda", mirrors)
 
 
@@ -87,10 +84,7 @@ class Loader:
     def resident(
         self, checkpoint: Checkpoint, files: DiskTier, rounding: str = "none"
     ) -> LayerSources:
-        """Load a whole model to the device: its layers, then the remaining weights.
-
-        rounding  format of `weights.rounding`; "none" to keep the weights
-        """
+        """Load a whole model to the device: its layers, then the remaining weights."""
         tier = self.new_tier()
         blocks = checkpoint.blocks
 
@@ -119,8 +113,7 @@ class Loader:
     ) -> None:
         """Load the blocks of the given tiers; blocks with equal tensors share memory.
 
-        work  returns the function that loads a block
-        Reading a block overlaps pinning the previous block.
+        Reading a block by the function that `work` returns overlaps pinning the previous block.
         """
         same: dict[tuple[str, BlockRecord], list[Block]] = {}
         for block in blocks:
@@ -159,10 +152,7 @@ class Loader:
         sources: LayerSources,
         trace: Trace,
     ) -> Runner:
-        """Construct the runner of loaded weights.
-
-        The last block of the resident tier holds the weights outside the layers.
-        """
+        """Construct the runner; the last resident block holds the weights outside the layers."""
         rest = sources.resident.image(spec.n_layers)
         streamer: Streamer
         if self.device.type == "cuda":

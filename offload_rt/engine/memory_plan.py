@@ -38,11 +38,7 @@ def reserved_memory(
     n_nodes: int,
     n: int = 1,
 ) -> ReservedMemory:
-    """Return the device bytes besides layers.
-
-    max_len  tokens of all n sequences
-    n_nodes  maximum nodes of a tree
-    """
+    """Return the device bytes besides layers, for `max_len` tokens of all n sequences."""
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)

@@ -57,10 +57,7 @@ class Sizes:
         return sum(self.layer_nbytes) + self.non_layer_nbytes
 
     def by_expert(self) -> "Sizes | None":
-        """Return the sizes with experts as separate blocks.
-
-        None without experts, for encoded layers, and for indivisible files.
-        """
+        """Return the sizes with experts as separate blocks; None if impossible."""
         mixture = self.spec.mixture
         if mixture is None or self.link is not None:
             return None
@@ -121,10 +118,7 @@ class Sizes:
     def of_spec(
         cls, spec: Architecture, dtype: DType, layer_format: WeightFormat | None = None
     ) -> "Sizes":
-        """Return the sizes of an architecture with weights of `dtype`, in device layout.
-
-        layer_format  format of the layers; None for plain weights
-        """
+        """Return the sizes of an architecture in device layout, with layers in a format."""
         stores: WeightFormat = layer_format or dense.Format(None)
         stored = {
             layer: [

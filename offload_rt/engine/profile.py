@@ -126,10 +126,7 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
 
 
 def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:
-    """Measure the seconds of each repetition, after a warm-up.
-
-    On a GPU, events measure the time.
-    """
+    """Measure the seconds of each repetition after a warm-up, by events on a GPU."""
     seconds = []
     for _ in range(1 + n_times):
         if device.type == "cuda":
@@ -196,10 +193,7 @@ def pass_profile(
 
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
-    """Read the cached expert statistics of a checkpoint for `n_slots` slots.
-
-    `closes` saves the statistics of this run.
-    """
+    """Read the cached statistics of a checkpoint with `n_slots` slots; `closes` saves them."""
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
     try:
         bias = ExpertsBias.restore(*read_cached(_EXPERTS, 1)[key])

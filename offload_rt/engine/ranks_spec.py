@@ -143,10 +143,7 @@ class RanksSpec:
         return ranks
 
     def pass_bytes(self, plan: Plan) -> PassBytes:
-        """Return the traffic of a pass, summed over all pipeline stages.
-
-        Raises CapacityError for off-device KV rows in a pipeline.
-        """
+        """Return the traffic of all stages; CapacityError for off-device rows in a pipeline."""
         if self.ranks is None or self.pipeline == 1:
             return plan.pass_bytes
         if plan.split is not None:
@@ -193,9 +190,7 @@ class RanksSpec:
         """Choose the draft placement with the fastest step on the slowest rank.
 
         fit  returns this rank's memory plan, or raises CapacityError
-
-        Options without disk traffic have priority. A step drafts the deepest tree, with equal
-        levels.
+        Options without disk traffic have priority. A step drafts the deepest tree, in equal levels.
         """
         assert self.ranks is not None, "a single process has a single option"
         choices = self._common_choices(options, fit)
@@ -287,10 +282,7 @@ class RanksSpec:
         return runner.non_layer
 
     def compute_together(self, objects: Sequence[Any], closes: ExitStack) -> None:
-        """Repeat rank 0's calls on the sharded objects of further ranks, until `closes` ends.
-
-        Further ranks serve these calls until then, and exit.
-        """
+        """Repeat rank 0's calls on further ranks, which exit when `closes` ends."""
         ranks = self.ranks
         if ranks is None:
             return

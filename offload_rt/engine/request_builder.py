@@ -104,9 +104,8 @@ class RequestBuilder:
     def build(
         self, prompt: Prompt, params: SamplingParams | None = None, allows_equal: bool = False
     ) -> Request:
-        """Build the sequences of a prompt, with consecutive seeds.
+        """Build the sequences of a prompt, with consecutive seeds; greedy ones if `allows_equal`.
 
-        allows_equal  permit several greedy answers, which are equal
         Raises PromptError, CapacityError or SettingsError.
         """
         params = self._completed(SamplingParams() if params is None else params)

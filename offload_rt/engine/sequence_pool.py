@@ -13,10 +13,7 @@ from offload_rt.speculate.protocols import Drafter
 
 @dataclass(eq=False)
 class RunningSequence:
-    """A sequence in every pass.
-
-    share    rows of the cache on the device; None for all rows
-    """
+    """A sequence in every pass, with its cache; `share` is None if all rows are on the device."""
 
     id: int
     sequence: Sequence

@@ -44,11 +44,7 @@ _STREAMED_TOWER = (
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """Experts of a checkpoint as separate blocks.
-
-    records  tensors of each expert, layer by layer
-    tier     opened files, with the layout of the device that computes the experts, or of a GPU
-    """
+    """Experts of a checkpoint as separate blocks, layer by layer, in opened files."""
 
     records: tuple[BlockRecord, ...]
     tier: DiskTier
@@ -194,10 +190,7 @@ class TargetSpec:
         return TargetFiles(checkpoint, disk, experts, images)
 
     def loaded_nbytes(self, plan: Plan, files: TargetFiles, stored: DiskTier) -> int:
-        """Return the bytes that `load` and `build` read.
-
-        stored  the weights as stored in the checkpoint
-        """
+        """Return the bytes that `load` and `build` read; `stored` is the checkpoint."""
         sources = {"device": stored, "host": files.disk if self.link.sidecar else stored}
         nbytes = sum(
             sources[tier].nbytes(i) for i, tier in enumerate(self._tiers(plan)) if tier != "disk"

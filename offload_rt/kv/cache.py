@@ -60,10 +60,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values (n_kv_heads, n, head_dim) of committed tokens.
-
-        Valid until the next operation on the cache.
-        """
+        """Return keys and values (n_kv_heads, n, head_dim), valid until the next operation."""
 
     def offloaded(self, layer: int) -> Iterable[RowRange]:
         """Return the off-device rows each `attend` call of a layer reads, in order."""
@@ -108,10 +105,7 @@ class KVCache(ABC):
         return self.n_held
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Reserve a pending row per token, after the committed rows.
-
-        Raises CapacityError if the capacity is exceeded.
-        """
+        """Reserve a pending row per token, after the committed rows; raises CapacityError."""
         need = self.n_held + len(tokens)
         if need > self.capacity:
             change = "raise --max-model-len or lower --tree-size"
@@ -121,11 +115,9 @@ class KVCache(ABC):
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Commit pending rows, in order.
+        """Commit pending rows, ascending.
 
         Later rows stay pending if no row was moved; otherwise all uncommitted rows are dropped.
-
-        rows  ascending indices into the pending rows
         """
         assert all(a < b for a, b in itertools.pairwise(rows)), "rows ascend"
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
@@ -258,10 +250,9 @@ class ContiguousCache(KVCache):
         return self.buffer if self.leader is None and len(self._buffers) == 1 else None
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `KVCache.copy_prefix`.
+        """See `KVCache.copy_prefix`: copies by layer in that pass, after the leader's attention.
 
-        Rows are copied layer by layer in that pass, after the leader's attention. Rows of a leader
-        off the device are recomputed instead.
+        Rows of a leader off the device are recomputed instead.
         """
         if leader.buffer is not None:
             self.committed = tokens

@@ -17,10 +17,7 @@ from offload_rt.models.layers import Attention
 
 
 class RowStore(Protocol):
-    """Off-device memory for rows, in blocks of `block_rows` rows of all layers.
-
-    format  format of the rows
-    """
+    """Off-device memory for rows, in blocks of `block_rows` rows of all layers."""
 
     format: RowFormat
     block_rows: int
@@ -38,10 +35,7 @@ class RowStore(Protocol):
         """Return the rows of these ranges, concatenated, on the host; raises LinkError."""
 
     def receive(self) -> Tensor:
-        """Return the next prefetched range on the device, valid until the next call.
-
-        Raises LinkError.
-        """
+        """Return the next prefetched range, valid until the next call; raises LinkError."""
 
     def prefetch(self, ranges: list[RowRange]) -> AbstractContextManager[None]:
         """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""

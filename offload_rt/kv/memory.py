@@ -23,11 +23,7 @@ class KVMemory:
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None
     ) -> KVCache:
-        """Create an empty cache for a sequence with `capacity` rows.
-
-        is_alone  no other cache exists
-        share     rows on the device; None for all rows
-        """
+        """Create an empty cache, alone or not; `share` limits its rows on the device."""
         kind = RecurrentCache if self.spec.state_shapes else ContiguousCache
         return kind.empty(self.spec, capacity, self.dtype, self.device)
 
@@ -36,8 +32,5 @@ class KVMemory:
         return KVBuffer.empty(self.spec.kv_shapes, capacity, self.dtype, self.device)
 
     def load(self, caches: Sequence[KVCache]) -> AbstractContextManager[None]:
-        """Load the rows that these caches read in a sweep over the layers, the body of a `with`.
-
-        caches  in the order of their calls of `attend` in each layer
-        """
+        """Load the rows that caches read in a sweep, in the order of their calls of `attend`."""
         return nullcontext()

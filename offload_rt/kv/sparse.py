@@ -45,9 +45,9 @@ class SparseCache(ContiguousCache):
 
     @abstractmethod
     def fill(self, n_verified: int, n_filled: int) -> int:
-        """Select about `n_filled` of `n_verified` rows; set `n_kept` and `first_recent`.
+        """Set `n_kept` and `first_recent`; return the new number of committed tokens.
 
-        Returns the new number of committed tokens; later tokens are recomputed.
+        Later tokens are recomputed.
         """
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
@@ -69,10 +69,7 @@ class SparseCache(ContiguousCache):
         """Leave accepted rows in place; they are replaced by rows of the source."""
 
     def copy(self, tokens: range, at: int, turn: tuple[Tensor, Tensor] | None = None) -> None:
-        """Copy the source's rows of `tokens` to rows `at` onwards, in all layers.
-
-        turn  cosines and sines (1, head_dim) to rotate the keys, or None
-        """
+        """Copy the source's rows of `tokens` to rows `at` onwards, with rotated keys if `turn`."""
         if not tokens:
             return
         keys = self.buffer.keys
@@ -116,10 +113,7 @@ _POOL = 5
 
 
 class ChosenCache(SparseCache):
-    """View that recomputes the last tokens against all source rows, and copies the best rows.
-
-    Selection and copy run layer by layer.
-    """
+    """View that recomputes the last tokens against all source rows, and copies the best rows."""
 
     def __init__(self, source: KVCache, buffer: KVBuffer, budget: int, spec: Architecture) -> None:
         super().__init__(source, buffer, budget, spec)

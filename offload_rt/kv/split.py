@@ -85,10 +85,7 @@ class RowFormat:
         return rows
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert rows (n, nbytes) uint8 to keys and values (n_kv_heads, n, head_dim).
-
-        Copies only with fp8.
-        """
+        """Convert rows (n, nbytes) uint8 to keys and values (n_kv_heads, n, head_dim)."""
         import torch
 
         n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
@@ -212,10 +209,7 @@ class KVSplit:
         )
 
     def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
-        """Return the share of a cache of `n_rows` rows: proportional to its rows.
-
-        is_alone  all rows, except for the minimum of further sequences
-        """
+        """Return the proportional share of a cache of `n_rows` rows; nearly all if alone."""
         n_near = n_rows * self.n_on_device // self.n_rows
         if is_alone:
             n_near = max(

@@ -30,10 +30,7 @@ class CopyDevice:
         self._turn = Event()  # type: ignore[no-untyped-call]  # as above
 
     def select(self) -> None:
-        """Make the device current in the calling thread: new threads use GPU 0.
-
-        Leaving `torch.cuda.stream` there would create a context of 0.5 GB.
-        """
+        """Make the device current: a `with` of torch would create a context on GPU 0."""
         torch.cuda.set_device(self._device)
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -45,9 +42,9 @@ class CopyDevice:
         return Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # as above
 
     def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: Event) -> tuple[Event, Event]:
-        """Enqueue copies after `after` and all earlier copies; return events before and after.
+        """Enqueue copies (target, source) of uint8 after `after` and all earlier copies.
 
-        moves  targets and sources, (n,) uint8 each
+        Returns events before and after.
         """
         before = self.event()
         done = self.event()

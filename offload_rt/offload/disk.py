@@ -22,10 +22,7 @@ _JOIN = 64 << 10
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """Disk request settings.
-
-    request_nbytes  a multiple of PAGE
-    """
+    """Disk request settings; `request_nbytes` is a multiple of PAGE."""
 
     request_nbytes: int = 1 << 20
     n_parallel: int = 4
@@ -73,10 +70,7 @@ class DirectFiles(Disks):
         self._bounce = threading.local()
 
     def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
-        """Read at least `need` bytes from the page-aligned byte `start` into page-aligned memory.
-
-        Raises LinkError if the file fails, is too short, or has changed.
-        """
+        """Read at least `need` bytes from page-aligned `start` into aligned memory; LinkError."""
         self.read(path, start, need, partial(fill, into, need))
 
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
@@ -129,10 +123,7 @@ class DiskTier:
         return sum(part.span for part in self._blocks[i][1])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Return a read per request; reads raise LinkError if the file fails or is too short.
-
-        Packed blocks may be read into device memory.
-        """
+        """Return a read per request, into host or packed device memory; reads raise LinkError."""
         return [partial(self._read, part, into) for part in self._blocks[i][1]]
 
     def close(self) -> None:
@@ -157,9 +148,9 @@ class DiskTier:
 
 
 def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
-    """Read at least `need` bytes of a file from byte `start`; direct if both are page-aligned.
+    """Read at least `need` bytes of a file from byte `start`; raises LinkError.
 
-    Raises LinkError.
+    Direct if both are page-aligned.
     """
     view = memoryview(into.numpy().data)
     n = 0

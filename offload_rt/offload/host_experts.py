@@ -70,10 +70,10 @@ class HostExperts:
     ) -> list[int]:
         """Select the missing blocks to compute on the host, in ascending order.
 
-        missing      rows per missing block
-        use          usage of every block; blocks with the most rows are copied, then the most used
-        coming       missing blocks already being copied
-        n_before     copies of further blocks in progress
+        missing   rows per missing block
+        use       usage of every block; blocks with the most rows are copied, then the most used
+        coming    missing blocks already being copied
+        n_before  copies of further blocks in progress
         """
         if self.times is None or not self.is_on:
             return []

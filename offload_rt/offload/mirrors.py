@@ -33,19 +33,13 @@ class Mirrors:
 
     @classmethod
     def from_setting(cls, folders: str | None, layers: Sequence[BlockRecord]) -> "Mirrors":
-        """Return the mirrors of a checkpoint.
-
-        folders  the setting `mirror`: directories separated by commas
-        """
+        """Return the mirrors of a checkpoint; `folders` are directories separated by commas."""
         names = folders.split(",") if folders else []
         paths = tuple(Path(name.strip()).expanduser() for name in names)
         return cls(layers[0].tensors[0].path.parent, paths)
 
     def open(self, folder: Path, names: Sequence[Path]) -> "Disk":
-        """Open the copies of these files in a directory.
-
-        Raises CheckpointError if a copy is missing or differs.
-        """
+        """Open the copies of files in a directory; raises CheckpointError if they differ."""
         paths = {
             name: folder
             / (name.relative_to(self.root) if name.is_relative_to(self.root) else name.name)
@@ -72,10 +66,7 @@ NO_MIRRORS = Mirrors(Path())
 
 
 class Disk:
-    """Opened files of a directory, named by their path in the checkpoint.
-
-    in_flight  requested bytes that have not arrived
-    """
+    """Opened files of a directory, named by their path in the checkpoint."""
 
     def __init__(self, paths: Mapping[Path, Path], stamps: Stamps) -> None:
         """stamps: of the unchanged files; None for any. Raises LinkError."""
@@ -137,10 +128,7 @@ class Disk:
 
 
 class Disks:
-    """The disk of a checkpoint and its mirrors.
-
-    A disk that fails is dropped with a notice, unless it is the last.
-    """
+    """The disk of a checkpoint and its mirrors; failing disks are dropped with a notice."""
 
     def __init__(self, stamps: Stamps, mirrors: Mirrors) -> None:
         """stamps: see `Disk`. Raises LinkError or CheckpointError."""
@@ -167,10 +155,7 @@ class Disks:
     def read(
         self, name: Path, start: int, need: int, read: Callable[[int, int, str], None]
     ) -> None:
-        """Call read(file, start, path) for `need` bytes of a file; again if a disk fails.
-
-        Raises LinkError if the last disk fails.
-        """
+        """Call read(file, start, path) for `need` bytes, again if a disk fails; LinkError."""
         while True:
             disk = self.begin(need)
             try:

@@ -303,10 +303,7 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
 
 
 def fill(layers: Sequence[int], nbytes: Sequence[int], room: int, n_most: int) -> set[int]:
-    """Select as many evenly spread layers as fit into `room` bytes, at most `n_most`.
-
-    nbytes  bytes of each layer of the model
-    """
+    """Select as many evenly spread layers as fit into `room` bytes, at most `n_most`."""
     for n in range(min(n_most, len(layers)), 0, -1):
         selected = {layers[k] for k in spread(len(layers), n)}
         if sum(nbytes[i] for i in selected) <= room:

@@ -104,10 +104,7 @@ class SidecarTier:
 
 
 def open_sidecar(checkpoint: Checkpoint, directory: Path) -> tuple[SidecarLayer, ...]:
-    """Open all layers of a sidecar; contents are checked when read.
-
-    Raises CheckpointError for missing layers and damaged indices.
-    """
+    """Open all layers of a sidecar, checked when read; raises CheckpointError."""
     checkpoint = replace(checkpoint, whole=None)  # the identity of a shard is its own
     return tuple(_open_layer(checkpoint, directory, i) for i in range(checkpoint.spec.n_layers))
 

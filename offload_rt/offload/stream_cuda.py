@@ -90,10 +90,7 @@ class CudaStreamer(Streamer):
         super().set_sources(sources)
 
     def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy results of the compute so far from device to host, before all later copies.
-
-        moves  targets and sources, (n,) uint8 each
-        """
+        """Copy results (target, source) of the compute so far to the host, before later copies."""
         # Keep sources until copied, for at most two writes; a third write waits.
         while self._writes and (len(self._writes) > 1 or self.has_occurred(self._writes[0][0])):
             self.device.wait(self._writes.popleft()[0])

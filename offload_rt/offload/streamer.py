@@ -163,10 +163,7 @@ class Streamer(Waiting, ABC):
 
     @abstractmethod
     def share_link(self, sources: LayerSources, lane: str) -> Self:
-        """Create a streamer for further sources on the same link and meter.
-
-        lane  lane of its transfers in the trace
-        """
+        """Create a streamer on the same link and meter, with another lane in the trace."""
 
     @abstractmethod
     def park(self) -> None:

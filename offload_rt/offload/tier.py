@@ -18,10 +18,7 @@ _T = TypeVar("_T")
 
 
 class Tier(Protocol):
-    """A store of layers, a block each.
-
-    n_parallel  concurrent reads needed to saturate the link
-    """
+    """A store of layers, a block each; `n_parallel` reads saturate its link."""
 
     n_parallel: int
 
@@ -29,10 +26,7 @@ class Tier(Protocol):
         """Return the memory layout of block i after reading."""
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Return independent reads that fill `into` with block i; reads may raise LinkError.
-
-        into  (>= layout(i).nbytes,) uint8, page-aligned
-        """
+        """Return reads that fill page-aligned bytes with block i, which may raise LinkError."""
 
     def close(self) -> None:
         """Release memory and files."""

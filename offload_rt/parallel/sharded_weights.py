@@ -64,9 +64,8 @@ def shard_checkpoint(checkpoint: Checkpoint, rank: int, size: int, is_exact: boo
 def shard(
     format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source
 ) -> BlockRecord:
-    """Return the block of a single tensor's shard, in any format.
+    """Return the block of a tensor's shard in any format, by the shard's stored shapes.
 
-    The stored shapes of the shard determine the cuts of the stored tensors.
     Raises CheckpointError if the shard is not separable.
     """
     name, shape = tensor

@@ -179,10 +179,7 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
 
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
-    """Return the measured acceptance of the tree kind with the most samples.
-
-    None without samples at this temperature.
-    """
+    """Return the measured acceptance of the tree kind with the most samples; None without."""
     suffix = f" {temperature:.1f}"
     measured = [
         (estimates.acceptance, key.removesuffix(suffix))

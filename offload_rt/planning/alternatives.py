@@ -80,7 +80,7 @@ class Alternatives:
 
 
 def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
-    """Predict plain decoding of a mixture by streamed layers, by experts, and with the CPU.
+    """Predict plain decoding of a mixture by layers, by experts, and with the CPU.
 
     Empty unless experts are separate blocks in the plan.
     """
@@ -122,10 +122,7 @@ def short_context(forecast: Forecast) -> str:
 
 
 def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
-    """Predict over host memory, "ram", or device memory, "memory".
-
-    Raises SettingsError for "ram" on a machine without a GPU.
-    """
+    """Predict over host memory, "ram", or device memory; SettingsError for "ram" on a CPU."""
     target, draft = request.models
     config = request.config
     budget = machine.budget

@@ -144,10 +144,7 @@ def fitted_power(tokens_per_pass: float, n_nodes: int, n_levels: int) -> float:
 
 
 def published(target: str) -> list[PublishedDrafter]:
-    """Return the published drafters of a target.
-
-    target  built-in name or hub id
-    """
+    """Return the published drafters of a target, a built-in name or hub id."""
     name = known_name(target) or target.lower()
     entries = json.loads(_FILE.read_text(encoding="utf-8"))
     return [
@@ -202,10 +199,7 @@ def _choice(
     acceptance: Assumed,
     depth: int | None = None,
 ) -> RankedDrafter:
-    """Predict a drafter and its checkpoint, without sizes if it has no weights.
-
-    depth  largest number of tree levels; None for the drafter's default
-    """
+    """Predict a drafter and its checkpoint; None for absent weights and the default depth."""
     drafter, name = names
     draft_model = None if drafter in ("mtp", SELF, RECYCLE) else name
     config = replace(plain.config, drafter=drafter, draft_model=draft_model)

@@ -223,11 +223,7 @@ class PlanRequest:
 
 
 class DraftLevel(NamedTuple):
-    """Time and weight bytes of a draft level.
-
-    gbps   memory bandwidth of the device
-    ratio  time relative to reading the weights
-    """
+    """Time and weight bytes of a draft level; `ratio` is relative to reading the weights."""
 
     seconds: float
     nbytes: int

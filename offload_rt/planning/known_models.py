@@ -30,10 +30,7 @@ _BY_PLAIN_NAME = {name.replace("-", ""): name for name in KNOWN} | _RENAMED
 
 
 def known_name(model: str) -> str | None:
-    """Return the name of the built-in shape of a model, or None.
-
-    model  a built-in name, or the hub id of its publisher like `meta-llama/Llama-2-70b-hf`
-    """
+    """Return the built-in shape of a built-in name or a publisher's hub id, or None."""
     lower = model.lower()
     publisher, _, name = lower.rpartition("/")
     if publisher not in _PUBLISHERS:

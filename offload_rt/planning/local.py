@@ -63,13 +63,10 @@ def this_machine(
 
 
 def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
-    """Measure passes of local weights on a CPU, as a run does.
+    """Measure passes of the target's local weights on a CPU, as a run does.
 
     A layer of each kind is read. Resident weights up to _READ_WHOLE are read whole: adjacent layers
     are faster than single ones.
-
-    config  settings of the run
-    spec    specification of the run, whose target is measured
     """
     target, memory = spec.target.sizes, spec.memory
     reserved = reserved_memory(target, None, target.dtype, False, memory.max_model_len, 1)
@@ -112,10 +109,7 @@ def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> Memo
 
 @torch.inference_mode()
 def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = None) -> Roof:
-    """Measure products with increasing rows, for a second or two.
-
-    matrix  a quantised matrix; None for a plain one
-    """
+    """Measure products of a plain or quantised matrix with increasing rows, for a second or two."""
     weights = _plain_weights(dtype, device) if matrix is None else _coded_weights(matrix, dtype)
     n_weights = sum(math.prod(weight.shape) for weight in weights)
     products: list[tuple[int, float]] = []

@@ -52,7 +52,7 @@ class Parallelism:
     ) -> "Parallelism":
         """Describe n GPUs of a kind, connected by NVLink or through host memory.
 
-        gbps      GB/s of another network; None: NVLink or host memory
+        gbps      GB/s of another network
         division  the boolean fields, except `via_link`
         """
         through_host = _LINK_SHARE * link_gbps / (2 if division.get("shared_link") else 1)
@@ -79,10 +79,7 @@ class Parallelism:
         return 1 if self.pipeline else self.n
 
     def part(self, sizes: Sizes) -> Sizes:
-        """Return the sizes of the first rank's shard of a model.
-
-        Raises UnsupportedModelError if the model cannot be sharded.
-        """
+        """Return the sizes of the first rank's shard; raises UnsupportedModelError."""
         n = self.n_parts
         spec = sizes.spec
         if n == 1:
@@ -132,10 +129,7 @@ class Parallelism:
         return n_times * _LATENCY_S + received_s
 
     def crossing(self, spec: Architecture, itemsize: int) -> int:
-        """Return the part of `received` that crosses the link of the layers.
-
-        The single crossing hand-over of a pipeline is neglected.
-        """
+        """Return the part of `received` that crosses the layers' link; none in pipelines."""
         return self.received(spec, itemsize) if self.via_link and not self.pipeline else 0
 
 
@@ -144,10 +138,7 @@ ALONE = Parallelism()
 
 @cache
 def _collectives(spec: Any, itemsize: int) -> list[int]:
-    """Return the bytes per row of each collective in a pass of a `TensorParallelModel`.
-
-    All-reduces are in float32 and count twice.
-    """
+    """Return the bytes per row of each collective; all-reduces in float32 count twice."""
     exchanges = [exchange for i in range(spec.n_layers) for exchange in spec.exchanges(i)]
     layers = [2 * width * 4 if adds else width * spec.size * itemsize for adds, width in exchanges]
     return [2 * spec.hidden_size * 4, spec.vocab_size * itemsize, *layers]

@@ -120,10 +120,7 @@ def _divided(sizes: Sizes, checkpoint: Checkpoint) -> Sizes | None:
 
 
 def _mxfp4(sizes: Sizes) -> Sizes:
-    """Return the sizes with MXFP4 experts as published for gpt-oss: 17 bytes per 32 weights.
-
-    Only file headers name quantised tensors, so three dimensions identify experts.
-    """
+    """Return the sizes with MXFP4 experts, of three dimensions, as published for gpt-oss."""
     layers = [
         [tensor.shape for tensor in sizes.spec.layer_tensors(i) if len(tensor.shape) == 3]
         for i in range(sizes.spec.n_layers)
@@ -170,10 +167,7 @@ def _check_plain(sizes: Sizes, flag: str) -> None:
 
 
 def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
-    """Return the bytes of the selected layers in the dtype of the computation.
-
-    layers  whether each layer is selected
-    """
+    """Return the bytes of the selected layers in the dtype of the computation."""
     chosen = zip(range(sizes.spec.n_layers), layers, strict=False)
     return (
         sum(layer_weights(sizes.spec, i) for i, is_chosen in chosen if is_chosen)
@@ -182,10 +176,7 @@ def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
 
 
 def lossless(sizes: Sizes, on_card: bool) -> Sizes:
-    """Return the sizes with lossless encoding of streamed layers.
-
-    Raises SettingsError for quantised weights.
-    """
+    """Return the sizes with losslessly encoded layers; raises SettingsError if quantised."""
     _check_plain(sizes, "--link-format=lossless")
     encoded = tuple(int(LOSSLESS_SHARE * n) for n in sizes.layer_nbytes)
     decoded = max(sizes.layer_nbytes)
@@ -194,10 +185,7 @@ def lossless(sizes: Sizes, on_card: bool) -> Sizes:
 
 
 def copies(sizes: Sizes) -> Sizes:
-    """Return the sizes of the 4-bit layer copies of a self-drafting target.
-
-    Raises SettingsError for quantised weights.
-    """
+    """Return the sizes of a target's 4-bit layer copies; raises SettingsError if quantised."""
     _check_plain(sizes, "--drafter=self")
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}

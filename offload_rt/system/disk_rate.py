@@ -15,10 +15,7 @@ _N_ROUNDS = 3
 
 
 def measure_disk_gbps(folder: Path) -> float | None:
-    """Write a temporary file of 256 MiB and read it with O_DIRECT. Returns the best GB/s.
-
-    Returns None where the file cannot be written or the file system lacks O_DIRECT.
-    """
+    """Write a file of 256 MiB and return the best GB/s with O_DIRECT, or None if impossible."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             for _ in range(_N_PARTS):

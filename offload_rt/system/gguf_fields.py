@@ -20,10 +20,7 @@ _LONGEST_KEPT = 1 << 10
 
 
 class Fields:
-    """Consecutive fields of a file in memory; methods raise ValueError or struct.error if invalid.
-
-    at  byte of the next field
-    """
+    """Consecutive fields of a file from byte `at`; raise ValueError or struct.error if invalid."""
 
     def __init__(self, data: bytes | mmap.mmap) -> None:
         self._data = data

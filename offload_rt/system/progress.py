@@ -37,10 +37,7 @@ def progress_bar(
     *figures: type[progress.ProgressColumn],
     is_transient: bool = False,
 ) -> Iterator[Draw]:
-    """Show a bar in one line; yields a function that updates it.
-
-    is_transient  remove the bar at the end
-    """
+    """Show a bar in one line, removed at the end if transient; yields a function to update it."""
     drawn = 0.0
 
     def draw(done: int, total: int, title: str | None = None) -> None:

@@ -45,11 +45,7 @@ def span_name(link: str, i: int) -> str:
 
 
 class Span(NamedTuple):
-    """A span from `start_s` to `end_s` by `time.perf_counter`.
-
-    A NamedTuple because spans are created during the run: 0.6 us instead of 1.3 us for a frozen
-    dataclass.
-    """
+    """A span by `time.perf_counter`; no dataclass: 0.6 us instead of 1.3 us in passes."""
 
     lane: str
     name: str

@@ -119,10 +119,7 @@ class Checkpoint:
 def _divide_experts(
     layer: BlockRecord, owners: Mapping[str, int | None], n_experts: int
 ) -> tuple[BlockRecord, list[BlockRecord]] | None:
-    """Divide a layer into tensors of no expert and a block per expert.
-
-    owners  expert of each module; None for tensors with a row per expert
-    """
+    """Divide a layer into tensors of no expert and a block per expert, by owners of modules."""
 
     def owner(key: str) -> str | None:
         names = accumulate(key.split("."), "{}.{}".format)
@@ -151,7 +148,7 @@ def _divide_experts(
 
 
 def open_headers(model: str, revision: str | None = None, offline: bool = False) -> Checkpoint:
-    """Open a checkpoint by its headers; from the hub, only headers are fetched.
+    """Open a checkpoint by its headers, which are all that is fetched from the hub.
 
     Raises as `locate` and `open_checkpoint`.
     """
@@ -192,10 +189,7 @@ def assemble(
     weight_format: WeightFormat,
     stored: Mapping[str, TensorRecord],
 ) -> Checkpoint:
-    """Assemble the checkpoint of a model from stored tensors.
-
-    Raises CheckpointError for a missing, mismatched or unknown tensor.
-    """
+    """Assemble a checkpoint; raises CheckpointError for missing, mismatched or unknown tensors."""
     spec, parts = spec.of_checkpoint({name: record.shape for name, record in stored.items()})
     tensors = {name: rows_of(stored[part.name], part) for name, part in parts.items()}
     layers = (

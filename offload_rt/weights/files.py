@@ -64,10 +64,7 @@ def check_room(folder: Path, nbytes: int) -> None:
 
 
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:
-    """Return the tensors of a checkpoint by name, from a single file or all shards of the index.
-
-    Raises CheckpointError if there are none, or a file is damaged.
-    """
+    """Return the tensors of all shards by name; raises CheckpointError if none or damaged."""
     if (directory / INDEX).exists():
         return _sharded(directory)
     for name in (SINGLE, HEADS):
@@ -116,10 +113,7 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
 
 
 def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the token ids that end a text.
-
-    generation_config.json takes precedence over the config of the model.
-    """
+    """Return the ids that end a text; generation_config.json takes precedence over the config."""
     file = path / "generation_config.json"
     for source in (read_json(file) if file.exists() else {}, config):
         ids = source.get("eos_token_id")
@@ -129,10 +123,9 @@ def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def sampling_defaults(path: Path) -> SamplingParams:
-    """Return the sampling settings of generation_config.json; None for absent settings.
+    """Return the settings of generation_config.json; greedy without `do_sample`.
 
-    As in transformers, sampling is greedy without `do_sample`.
-    Raises CheckpointError for invalid settings.
+    As in transformers; None for absent settings. Raises CheckpointError for invalid settings.
     """
     file = path / "generation_config.json"
     raw = read_json(file) if file.exists() else {}

@@ -69,8 +69,7 @@ _END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "e
 class Storage:
     """Replacement for a quantization_config.
 
-    head_dim  if rows of queries and keys have llama.cpp's rotation order (adjacent pairs), else
-              None
+    head_dim  None unless rows of queries and keys have llama.cpp's rotation order (adjacent pairs)
     """
 
     head_dim: int | None

@@ -65,10 +65,7 @@ def stamp_of(status: os.stat_result) -> tuple[int, int]:
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:
-    """Return the tensors of a safetensors file, by name.
-
-    Raises CheckpointError if the file is damaged or its length contradicts the header.
-    """
+    """Return the tensors of a safetensors file; raises CheckpointError if it is damaged."""
     try:
         with path.open("rb") as file:
             stamp = stamp_of(os.fstat(file.fileno()))

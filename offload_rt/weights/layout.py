@@ -67,17 +67,11 @@ class Layout:
         return packed_layout(self.tensors, self.matrices)
 
     def views(self, block: "Tensor") -> "dict[str, Tensor]":
-        """Return the tensors of a block by name, without copying.
-
-        block  (>= nbytes,) uint8
-        """
+        """Return the tensors of a block (>= nbytes,) uint8 by name, without copying."""
         return {entry.name: entry.view(block) for entry in self.entries}
 
     def fused(self, names: Sequence[str]) -> TensorEntry | None:
-        """Return adjacent tensors, in this order, as one tensor along their first dimension.
-
-        Returns None unless all are adjacent and equal in dtype and further dimensions.
-        """
+        """Return adjacent tensors of equal dtype and width as one tensor; None for others."""
         if not all(name in self.by_name for name in names):
             return None
         parts = [self.by_name[name] for name in names]
@@ -87,10 +81,7 @@ class Layout:
         return replace(parts[0], shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
     def distance(self, names: Sequence[str]) -> int | None:
-        """Return the bytes from each of these tensors to the next.
-
-        Returns None unless the distance is constant and all are equal in dtype and shape.
-        """
+        """Return the constant distance in bytes of equal tensors, else None."""
         if not all(name in self.by_name for name in names):
             return None
         entries = [self.by_name[name] for name in names]

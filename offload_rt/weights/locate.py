@@ -59,7 +59,7 @@ def locate(
 
 
 def check_paths(config: EngineConfig) -> None:
-    """Raise CheckpointError if a model is a path without a file; ignores hub ids.
+    """Raise CheckpointError for missing paths of models; ignores hub ids.
 
     Under torchrun, ranks connect first, so that every rank receives the error.
     """
@@ -80,9 +80,8 @@ def is_here(model: str, revision: str | None = None) -> bool:
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """Return a model's config without its weights.
+    """Return the config of a config.json, a GGUF file, a directory, or a hub id.
 
-    model  a config.json, a GGUF file, a directory, or a hub id
     Raises CheckpointError without a config.
     """
     path = local_path(model)
@@ -121,10 +120,7 @@ def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, Te
 
 
 def local_path(model: str) -> Path | None:
-    """Return the file or directory `model`, or None if it may be a hub id.
-
-    Raises CheckpointError for a path without a file.
-    """
+    """Return an existing path, or None for a hub id; raises CheckpointError for missing paths."""
     advice = "give the directory of a checkpoint, or a hub id like org/name"
     try:
         path = Path(model).expanduser()

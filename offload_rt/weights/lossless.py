@@ -185,10 +185,7 @@ def chunk_digest(part: np.ndarray, kind: int) -> int:
 
 
 def estimate(layer: BlockRecord) -> int:
-    """Estimate the encoded bytes of a layer from pages of each tensor, cautiously.
-
-    Raises CheckpointError if a file cannot be read.
-    """
+    """Estimate a layer's encoded bytes by pages, cautiously; raises CheckpointError."""
     codings = []
     for record, entry in zip(layer, layer.layout.entries, strict=True):
         kind = KIND_OF.get(entry.dtype, RAW)
@@ -223,11 +220,7 @@ def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class SidecarLayer:
-    """Layer in a sidecar file.
-
-    payload  consecutive chunks
-    digests  (n,) uint64, digest of each chunk
-    """
+    """Layer in a sidecar file: its consecutive chunks, and a uint64 digest of each chunk."""
 
     encoded: EncodedLayer
     payload: TensorRecord
@@ -274,10 +267,7 @@ def _label(identity: str, i: int) -> dict[str, str]:
 
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
-    """Read the index of layer i of a checkpoint; contents are checked when read.
-
-    Raises CheckpointError if the file is missing, damaged, or of another checkpoint.
-    """
+    """Read the index of layer i, whose contents are checked when read; raises CheckpointError."""
     records = read_header(path)
     if records.keys() != {"index", "payload"} or records["index"].dtype != "U64":
         raise refuse(path, "is no layer of a sidecar")

@@ -30,7 +30,7 @@ class QuantizedFormat(WeightFormat):
 
     @abstractmethod
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
-        """Return the storage of a module's matrix (n_out, n_in), or None if not quantised.
+        """Return the storage of a matrix (n_out, n_in), or None if not quantised.
 
         Raises CheckpointError if the source contradicts the config.
         """
@@ -85,10 +85,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...], default: object) -
 def setting(
     config: Mapping[str, Any], names: tuple[str, ...], default: object, allowed: tuple[object, ...]
 ) -> Any:
-    """Return the value of the first of these keys in the config.
-
-    Raises UnsupportedModelError if the value is not in `allowed`.
-    """
+    """Return the first of these keys; raises UnsupportedModelError unless it is in `allowed`."""
     name, value = _first(config, names, default)
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise refuse(f"{name} is {value!r}", need="one of " + ", ".join(map(str, allowed)))
@@ -151,10 +148,7 @@ def shape_of(source: Source, name: str, shapes: tuple[tuple[int, ...], ...]) -> 
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Return whether a regular expression matches the start of a name.
-
-    Raises UnsupportedModelError for an invalid expression.
-    """
+    """Return whether a pattern matches the start of a name; raises UnsupportedModelError."""
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError, OverflowError) as error:

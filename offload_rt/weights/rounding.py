@@ -37,10 +37,7 @@ _N_ROWS = 512
 
 
 def rounded_layout(tensors: Iterable[tuple[str, tuple[int, ...], DType]], rounding: str) -> Layout:
-    """Return the layout of a quantised block.
-
-    tensors  (name, shape, dtype) of the unquantised block
-    """
+    """Return the layout of a quantised block, given (name, shape, dtype) of its tensors."""
     stored: list[tuple[str, tuple[int, ...], DType]] = []
     matrices = {}
     for name, shape, dtype in tensors:

@@ -175,10 +175,7 @@ class View(LayerWeights):
         return first.as_strided((len(names), *first.shape), strides)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`; dequantises only these rows.
-
-        Without the CPU library, also the further rows of their AWQ words.
-        """
+        """See `LayerWeights.rows`; without the CPU library, dequantises complete AWQ words."""
         import torch
         from torch.nn.functional import embedding
 

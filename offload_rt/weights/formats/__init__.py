@@ -27,10 +27,7 @@ __all__ = ["Matrix", "Source", "StoredTensor", "WeightFormat", "format_of"]
 
 
 class WeightFormat(ABC):  # formats override what differs from plain tensors
-    """Storage of an architecture's tensors; by default unchanged.
-
-    notice  notice for the user about differences in compute; may be empty
-    """
+    """Storage of an architecture's tensors, by default unchanged, with a notice for the user."""
 
     name: ClassVar[str]
     arithmetic = Arithmetic()
@@ -42,9 +39,9 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> StoredTensor | Matrix:
-        """Return the storage of the architecture's tensor `name`; plain tensors have `dtype`.
+        """Return the storage of a tensor; raises CheckpointError if the source contradicts it.
 
-        Raises CheckpointError if the source contradicts the config.
+        Plain tensors have `dtype`.
         """
         return StoredTensor(name, shape, dtype)
 
@@ -53,18 +50,12 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
         return False
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
-        """Return the weights of a block, for compute in `dtype`.
-
-        block  (>= layout.nbytes,) uint8, unchanged during use of the view
-        """
+        """Return the weights of a block (>= layout.nbytes,) uint8, for compute in `dtype`."""
         return View(layout, block, dtype, self.arithmetic)
 
 
 def format_of(quantization_config: object) -> WeightFormat:
-    """Return the format of a `quantization_config`; None for a config without it.
-
-    Raises UnsupportedModelError if no file of the folder matches.
-    """
+    """Return the format of a `quantization_config` or None; raises UnsupportedModelError."""
     names = registry.names("weights.formats")
     for module in (registry.find("weights.formats", name) for name in names):
         if module.matches(quantization_config):

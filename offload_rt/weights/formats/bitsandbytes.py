@@ -58,10 +58,7 @@ class Format(quantized.QuantizedFormat):
 def _nested(
     source: Source, module: str, state: dict[str, Any], n_scales: int, first: int
 ) -> NestedScales:
-    """Return the double quantisation of `n_scales` scales; the matrix uses those from `first`.
-
-    A slice of a matrix keeps the few outer scales of the whole: it may start within a block.
-    """
+    """Return the double quantisation of `n_scales` scales; a slice uses those from `first`."""
     offset = state.get("nested_offset")
     if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
         raise CheckpointError(
