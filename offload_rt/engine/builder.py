@@ -12,7 +12,7 @@ from offload_rt.engine.device import prepare_cuda
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.link_rates import copy_chunk
-from offload_rt.engine.loader import Loader, Meter, Progress, open_files
+from offload_rt.engine.loader import Loader, Progress, open_files, summed
 from offload_rt.engine.sequence_pool import Scheduler
 from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
@@ -115,14 +115,8 @@ def _load_models(
             loading.enter_context(closing(draft_files))
         n_bytes = target.loaded_nbytes(plan, spec.files, stored)
         n_bytes += spec.draft.loaded_nbytes(plan, draft_files, stored)
-        loader = Loader(
-            spec.device,
-            host,
-            Meter(n_bytes, progress),
-            closes,
-            cpus_near(spec.device),
-            chunk_nbytes,
-        )
+        loaded = summed(n_bytes, progress) if progress else None
+        loader = Loader(spec.device, host, closes, cpus_near(spec.device), loaded, chunk_nbytes)
         draft = spec.draft.build(loader, draft_files)
         sources = target.load(loader, plan, spec.files, stored)
         if spec.draft.copies_target:

@@ -10,9 +10,9 @@ import torch
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
-from offload_rt.engine.loader import Loader, Meter, open_files
+from offload_rt.engine.loader import Loader, open_files
 from offload_rt.engine.memory_plan import MemoryPlan
-from offload_rt.engine.model_sizes import Sizes, largest
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.captured_passes import capture_passes
@@ -97,16 +97,11 @@ class DraftSpec:
         draft = self.checkpoint
         resources = self.drafting.type.resources
         can_learn = resources.needs_model and resources.view is None
-        if draft is None or not (
-            can_learn and draft.spec.supports_training and draft.format.name == "dense"
-        ):
-            need = (
-                "unquantised weights of a whole draft model, of a native family, and trees by it"
-                " alone"
-            )
-            raise SettingsError(
-                "--learn-draft", need=need, change="leave it out, or set such a --draft-model"
-            )
+        is_plain = draft is not None and draft.format.name == "dense"
+        if draft is None or not (can_learn and draft.spec.supports_training and is_plain):
+            need = "unquantised weights of a whole draft model, of a native family, and trees by it"
+            change = "leave it out, or set such a --draft-model"
+            raise SettingsError("--learn-draft", need=f"{need} alone", change=change)
 
     def _copies_sizes(self) -> Sizes:
         target = self.target.checkpoint
@@ -117,13 +112,8 @@ class DraftSpec:
                 have=f"weights of format {target.format.name}",
                 change="write them by `offload-rt convert --dequantize`, or set a draft model",
             )
-        view_nbytes = Sizes.of_checkpoint(target, COPY_DTYPE).view_nbytes
-        layouts = [rounded_layout(layer.layout.tensors, COPIES) for layer in target.layers]
-        return Sizes(
-            target.spec, (0,) * target.spec.n_layers, 0, COPY_DTYPE, view_nbytes,
-            stand_in=max(layout.nbytes for layout in layouts),
-            matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
-        )  # fmt: skip
+        sizes = Sizes.of_copies(target.spec, [layer.layout.tensors for layer in target.layers])
+        return replace(sizes, view_nbytes=Sizes.of_checkpoint(target, COPY_DTYPE).view_nbytes)
 
     def check_placement(self, plan: Plan) -> None:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""
@@ -215,24 +205,19 @@ class DraftSpec:
         resources = drafting.type.resources
         n_levels = memory.limits.n_levels
         identity = self.target.checkpoint.identity
+        n_tokens = runner.spec.vocab_size
         draft_model = None
         self_model = None
         pair_stats = PairStats()
         if draft is not None:
-            draft_model = resources.open_model(
-                draft, runner.spec.vocab_size, n_levels, trace, resources.draft_context
-            )
+            context = resources.draft_context
+            draft_model = resources.open_model(draft, n_tokens, n_levels, trace, context)
             pair_stats = PairStats.load(identity, self._identity)
         if resources.view is not None:
             self_model = SelfDraftModel(
-                runner,
-                runner.spec.vocab_size,
-                n_levels,
-                trace,
-                kind=resources.view,
-                budget=drafting.view_rows,
-                n_rows=memory.view_rows,
-            )
+                runner, n_tokens, n_levels, trace,
+                kind=resources.view, budget=drafting.view_rows, n_rows=memory.view_rows,
+            )  # fmt: skip
             view_identity = f"{drafting.name} {drafting.view_rows}"
             pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)
         learner = None
@@ -240,17 +225,10 @@ class DraftSpec:
             kept = pair_stats.pair if drafting.learning == "keep" else None
             learner = Learner(draft, runner.streamer.meter, kept)
             runner.meanwhile = learner.work
-        parts = DraftParts(
-            memory.limits,
-            cost,
-            drafting.child_sampling,
-            drafting.rule.coupled_up_to,
-            draft_model,
-            self_model,
-            pair_stats,
-            learner=learner,
-        )
-        return drafting.type.open(parts)
+        return drafting.type.open(DraftParts(
+            memory.limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to,
+            draft_model, self_model, pair_stats, learner=learner,
+        ))  # fmt: skip
 
     @property
     def _identity(self) -> str:
@@ -275,7 +253,7 @@ class DraftSpec:
             files = closes.enter_context(closing(open_files(draft, ReadSettings(), device)))
             resident = closes.enter_context(closing(MemoryTier()))
             _fill_with_zeros(resident, self._layouts(files), device)
-            loader = Loader(device, resident, Meter(0, None), closes, frozenset())
+            loader = Loader(device, resident, closes)
             sources = LayerSources(resident, (None,) * draft.spec.n_layers, 0)
             runner = self._runner(loader, draft, sources)
             if device.type == "cuda":

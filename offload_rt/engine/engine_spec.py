@@ -102,9 +102,7 @@ def _faster(
         closes.pop_all()
     slower.close()
     link = faster.target.link
-    other_link = slower.target.link
-    is_read = link.sidecar or link.layers
-    if link.notice and not is_read and (other_link.sidecar or other_link.layers):
+    if link.notice and slower.target.link.is_converted and not link.is_converted:
         notice = (
             "layers are read from the checkpoint: passes are faster so than from what offload-rt"
             " convert has written"
@@ -122,11 +120,10 @@ def _plan(
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = compute_dtype(config.dtype, whole)
     budget = memory_budget(config, device, ranks.n_local)
-    checkpoint = (
-        ranks.stage(config, whole, drafting, dtype, budget)
-        if config.pipeline > 1
-        else ranks.part(whole)
-    )
+    if config.pipeline > 1:
+        checkpoint = ranks.stage(config, whole, drafting, dtype, budget)
+    else:
+        checkpoint = ranks.part(whole)
     checkpoint.format.arithmetic = _arithmetic(config, checkpoint, device, dtype.torch)
     mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
 
@@ -167,12 +164,13 @@ def _arithmetic(
         if device.type != "cpu" or dtype not in cpu.DTYPES:
             need, have = "a model on the CPU in 16 or 32 bits", f"{device.type} in {dtype}"
             raise SettingsError(problem, need=need, have=have, change="set --device and --dtype")
+        matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
+        need = ""
         if cpu.library() is None:
             need = "the CPU library, which is built with a C++ compiler"
-            raise SettingsError(problem, need=need, have="none", change="remove it")
-        matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
-        if not any(matrix.has_integers for matrix in matrices):
+        elif not any(matrix.has_integers for matrix in matrices):
             need = "weights of quantised GGUF types or int8"
+        if need:
             raise SettingsError(problem, need=need, have="none", change="remove it")
     return Arithmetic(config.torch_products, rounds)
 
@@ -203,10 +201,8 @@ def _planned(
         n_nodes = choice.n_nodes or config.tree_size
         memory = fit(draft, replace(config, max_model_len=max_len, tree_size=n_nodes))
         if not choice.n_nodes:
-            raise CapacityError(
-                "another rank has too little memory",
-                change="lower --max-model-len or --tree-size",
-            )
+            change = "lower --max-model-len or --tree-size"
+            raise CapacityError("another rank has too little memory", change=change)
         limits = replace(memory.limits, fixed_size=config.tree_size is not None)
         memory = replace(memory, limits=limits)
     plan = memory.plan

@@ -40,6 +40,11 @@ class LinkFormat:
     sizes: LinkSizes | None = None
     notice: str = ""
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether layers are read from files of `offload-rt convert`."""
+        return bool(self.sidecar or self.layers)
+
 
 def sidecar_of(checkpoint: Checkpoint, directory: str | None, kind: str = "lossless") -> Path:
     """Return the sidecar's directory, beside the checkpoint unless `directory` is set."""

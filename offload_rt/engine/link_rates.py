@@ -1,7 +1,5 @@
 """Rates of the link by chunk size and of the lossless decoder, measured once and cached."""
 
-import os
-import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,11 +12,10 @@ import torch
 from offload_rt.engine import profile
 from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier
-from offload_rt.offload.memory import pin, unpin
+from offload_rt.offload.memory import pinned_block
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.ops import lossless
 from offload_rt.system.files import read_cached, write_cached
-from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import host_block
 from offload_rt.weights.lossless import SidecarLayer
@@ -57,13 +54,7 @@ def measured_rates(
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     paths = checkpoint.layers[0].tensors[0].path, *mirrors.folders
     disk = " and ".join(str(path.stat().st_dev) for path in paths if path.exists())
-    decoder = (
-        platform.machine(),
-        platform.processor(),
-        os.cpu_count(),
-        torch.get_num_threads(),
-        lossless.is_compiled(),
-    )
+    decoder = (*profile.processor(), lossless.is_compiled())
     return LinkRates(
         _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device, mirrors)),
         _remembered(f"decoder {card or decoder}", lambda: decode_gbps(sidecar[0], device)),
@@ -89,9 +80,8 @@ def copy_chunk(device: torch.device) -> int:
     def measure() -> float:
         rates = chunk_rates(device)
         torch.cuda.empty_cache()
-        return next(
-            size / (1 << 20) for size, rate in rates.items() if rate >= 0.995 * max(rates.values())
-        )
+        least = 0.995 * max(rates.values())
+        return next(size / (1 << 20) for size, rate in rates.items() if rate >= least)
 
     return int(_remembered(f"MiB per chunk {torch.cuda.get_device_name(device)}", measure)) << 20
 
@@ -101,21 +91,14 @@ def chunk_rates(device: torch.device, nbytes: int = _COPY_NBYTES) -> dict[int, f
 
     The last size copies all at once on one stream.
     """
-    source = host_block(nbytes)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     copies = {size: CopyDevice(device, size) for size in (*_CHUNKS, nbytes)}
     seconds = {size: list[float]() for size in copies}
-    with staying_near(cpus_near(device)):
-        is_pinned = pin(source)
-    try:
-        for _ in range(1 + _ROUNDS):
-            for size, link in copies.items():
-                start, end = link.copy([(target, source)], link.event())
-                link.wait(end)
-                seconds[size].append(link.seconds_between(start, end) or 0.0)
-    finally:
-        if is_pinned:
-            unpin(source)
+    with pinned_block(nbytes, device) as source:
+        for size, link in [*copies.items()] * (1 + _ROUNDS):
+            start, end = link.copy([(target, source)], link.event())
+            link.wait(end)
+            seconds[size].append(link.seconds_between(start, end) or 0.0)
     return {size: nbytes / median(times[1:]) / 1e9 for size, times in seconds.items()}
 
 

@@ -29,21 +29,18 @@ from offload_rt.weights.rounding import rounded
 Progress = Callable[[int, int], None]
 
 
-class Meter:
-    """Sum the bytes loaded by several threads."""
+def summed(total: int, progress: Progress) -> Callable[[int], None]:
+    """Return a function that sums the bytes loaded by several threads, for `progress`."""
+    done = 0
+    lock = threading.Lock()
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total = total
-        self._progress = progress
-        self._done = 0
-        self._lock = threading.Lock()
+    def add(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress(done, total)
 
-    def __call__(self, nbytes: int) -> None:
-        """Add `nbytes` loaded bytes."""
-        with self._lock:
-            self._done += nbytes
-            if self._progress:
-                self._progress(self._done, self._total)
+    return add
 
 
 class Block(NamedTuple):
@@ -71,14 +68,15 @@ class Loader:
     host    receives the layers that stay in host memory
     closes  releases everything that the loader opens
     cpus    processors near the device; empty for all
+    loaded  receives the bytes of each read, in its thread
     chunk_nbytes  bytes per chunk of copies to a GPU
     """
 
     device: torch.device
     host: MemoryTier
-    meter: Meter
     closes: ExitStack
-    cpus: Cpus
+    cpus: Cpus = frozenset()
+    loaded: Callable[[int], None] | None = None
     chunk_nbytes: int = CHUNK
 
     def resident(
@@ -86,7 +84,6 @@ class Loader:
     ) -> LayerSources:
         """Load a whole model to the device: its layers, then the remaining weights."""
         tier = self.new_tier()
-        blocks = checkpoint.blocks
 
         def work(block: Block) -> Callable[[], PackedLayer]:
             if rounding == "none":
@@ -94,11 +91,8 @@ class Loader:
             read = self.reader(files, block.i)
             return lambda: rounded(read(), rounding, self.device)
 
-        self.fill(
-            {"device": tier},
-            [Block("device", i, tensors) for i, tensors in enumerate(blocks)],
-            work,
-        )
+        numbered = [Block("device", i, tensors) for i, tensors in enumerate(checkpoint.blocks)]
+        self.fill({"device": tier}, numbered, work)
         return LayerSources(tier, (None,) * checkpoint.spec.n_layers, 0)
 
     def new_tier(self, register: bool = False) -> MemoryTier:
@@ -139,7 +133,7 @@ class Loader:
             block = host_block(layout.nbytes)
 
         def read() -> PackedLayer:
-            read_parallel(files.reads(i, block), files.n_parallel, self.meter, self.cpus)
+            read_parallel(files.reads(i, block), files.n_parallel, self.loaded, self.cpus)
             return PackedLayer(block, layout)
 
         return read

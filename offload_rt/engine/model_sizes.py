@@ -13,7 +13,9 @@ from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.formats import Matrix, Source, StoredTensor, WeightFormat, dense
 from offload_rt.weights.layout import BlockRecord, Layout, packed_layout
-from offload_rt.weights.rounding import rounded_layout
+from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded_layout
+
+Tensors = Iterable[tuple[str, tuple[int, ...], DType]]
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,16 @@ class Sizes:
             host_view_nbytes=_scratch_nbytes(checkpoint.blocks, dtype, False),
             matrix=largest(m for layer in checkpoint.layers for m in layer.matrices.values()),
         )
+
+    @classmethod
+    def of_copies(cls, spec: Architecture, layers: Iterable[Tensors]) -> "Sizes":
+        """Return the sizes of 4-bit copies of layers, given (name, shape, dtype) of each layer."""
+        layouts = [rounded_layout(layer, COPIES) for layer in layers]
+        matrices = (matrix for layout in layouts for matrix in layout.matrices.values())
+        return cls(
+            spec, (0,) * spec.n_layers, 0, COPY_DTYPE,
+            stand_in=max(layout.nbytes for layout in layouts), matrix=largest(matrices),
+        )  # fmt: skip
 
     @classmethod
     def of_spec(

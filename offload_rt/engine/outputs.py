@@ -125,13 +125,12 @@ class Output:
     @classmethod
     def from_sequence(cls, sequence: Sequence, index: int = 0) -> "Output":
         """Create the output of a finished sequence."""
-        ids = sequence.tokens
         n = sequence.n_prompt
         sampling = sequence.sampling
         logprobs = [entry for entry in sequence.logprobs[n:] if entry]
         return cls(
-            prompt_token_ids=ids[:n],
-            token_ids=ids[n:],
+            prompt_token_ids=sequence.tokens[:n],
+            token_ids=sequence.tokens[n:],
             text=sequence.text.text if sequence.text else "",
             finish_reason=sequence.finish_reason or "",
             stats=Stats.from_sequence(sequence),
@@ -219,20 +218,15 @@ class Request:
 def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
     """Return the piece after the first `n_returned` tokens of a sequence's answer."""
     stream = sequence.text
-    text = stream.take(final=sequence.finish_reason is not None) if stream else ""
     first = sequence.n_prompt + n_returned
-    logprobs = [entry for entry in sequence.logprobs[first:] if entry]
     has_prompt = n_returned == 0 and sequence.sampling.prompt_logprobs is not None
-    prompt_logprobs = sequence.logprobs[:first] if has_prompt else []
-    verified_in = Pass(*sequence.stats.last, sequence.stats.passes[-1][0])
-    tokens = sequence.tokens[first:]
     return Piece(
-        text,
-        tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        stream.take(final=sequence.finish_reason is not None) if stream else "",
+        sequence.tokens[first:],
+        logprobs=[entry for entry in sequence.logprobs[first:] if entry],
+        prompt_logprobs=sequence.logprobs[:first] if has_prompt else [],
         index=index,
-        verified_in=verified_in,
+        verified_in=Pass(*sequence.stats.last, sequence.stats.passes[-1][0]),
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
-from itertools import islice, pairwise, takewhile
+from itertools import cycle, islice, pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -19,14 +19,13 @@ from offload_rt.cost.tree_size import ExpertsBias
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.memory import pin, unpin
+from offload_rt.offload.memory import pinned_block
 from offload_rt.offload.streamer import LayerView
 from offload_rt.offload.tier import Tier, read_parallel
 from offload_rt.ops.linear import linear
 from offload_rt.parallel.model_part import ModelPart
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.system.machine import cache_nbytes, memory_free
-from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import BlockRecord, host_block
 
@@ -66,18 +65,22 @@ def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     return best
 
 
+def processor() -> tuple[object, ...]:
+    """Return the processor and its threads, for keys of cached measurements."""
+    return platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads()
+
+
 def link_gbps(tier: Tier, n_layers: int, seconds: float = 0.5) -> float:
     """Measure the GB/s of a tier by reading whole blocks in turn for about `seconds`."""
     block = host_block(max(tier.layout(i).nbytes for i in range(n_layers)))
     started = time.perf_counter()
     nbytes = 0
-    i = 0
-    while True:
-        nbytes += read_parallel(tier.reads(i % n_layers, block), tier.n_parallel)
+    for i in cycle(range(n_layers)):
+        nbytes += read_parallel(tier.reads(i, block), tier.n_parallel)
         elapsed = time.perf_counter() - started
-        i = i + 1
         if elapsed >= seconds:
-            return nbytes / elapsed / 1e9
+            break
+    return nbytes / elapsed / 1e9
 
 
 def beyond_caches(device: torch.device) -> int:
@@ -91,37 +94,18 @@ def beyond_caches(device: torch.device) -> int:
 def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> float:
     """Measure the GB/s of reading a matrix in a product with `n_rows` vectors."""
     width = 4096
-    matrix = torch.ones(
-        beyond_caches(device) // dtype.itemsize // width // n_rows,
-        width,
-        dtype=dtype,
-        device=device,
-    )
+    height = beyond_caches(device) // dtype.itemsize // width // n_rows
+    matrix = torch.ones(height, width, dtype=dtype, device=device)
     vectors = torch.ones(n_rows, width, dtype=dtype, device=device)
     seconds = timed(device, lambda: linear(vectors, matrix))
     return matrix.nbytes / median(seconds) / 1e9
 
 
-def profile(tier: Tier, n_layers: int, dtype: torch.dtype, device: torch.device) -> MachineProfile:
-    """Measure this machine with the layers of a tier on the disk."""
-    disk = link_gbps(tier, n_layers)
-    memory = memory_gbps(dtype, device)
-    # Without a GPU host and device are the same memory.
-    host = memory if device.type == "cpu" else upload_gbps(device)
-    return MachineProfile((("disk", disk), ("host", host)), memory)
-
-
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     """Measure the GB/s of copies from pinned host memory to a GPU."""
-    source = host_block(nbytes)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    with staying_near(cpus_near(device)):
-        pinned = pin(source)
-    try:
+    with pinned_block(nbytes, device) as source:
         seconds = timed(device, lambda: target.copy_(source, non_blocking=True))
-    finally:
-        if pinned:
-            unpin(source)
     return nbytes / min(seconds) / 1e9
 
 
@@ -153,39 +137,28 @@ def pass_profile(
     rows  maximum rows of a pass, and maximum context
     disk  files of the layers, to measure a disk that holds only KV rows or experts
     """
-    machine = (
-        platform.machine(),
-        platform.processor(),
-        os.cpu_count(),
-        torch.get_num_threads(),
-        torch.__version__,
-    )
     # Adjacent layers are one call unless they are streamed.
     is_streamed = bool(runner.streamer.order)
     stored = (runner.format.name, runner.format.arithmetic)
     model = (runner.spec, *stored, runner.dtype, str(runner.device), rows, is_streamed)
-    key = hashlib.sha256(repr((*machine, *model)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((*processor(), torch.__version__, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
     compute = _restore(known.get(key), *_grid(*rows))
     if compute is None or not runner.do(_still_holds, compute):
         compute = runner.do(compute_times, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
-    rate = (
-        runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed)) if streamed else 0.0
-    )
     other_tiers = {part.tier for part in (moved.rows, moved.experts) if part is not None}
-    needs_disk_rate = other_tiers and (not rate or moved.disk_experts is not None)
-    disk_rate = 0.0
-    if disk is not None and needs_disk_rate:
+    rate = disk_rate = 0.0
+    if streamed:
+        rate = runner.do(_arrival_gbps, max(nbytes for _, nbytes in moved.streamed))
+    if disk is not None and other_tiers and (not rate or moved.disk_experts is not None):
         disk_rate = link_gbps(disk, runner.spec.n_layers)
-    if other_tiers:
-        streamed |= other_tiers
-        if not rate:
-            rate = upload_gbps(runner.device) if runner.device.type == "cuda" else disk_rate
-    links = dict.fromkeys(sorted(streamed), rate) | (
-        {"disk": disk_rate} if moved.disk_experts is not None else {}
-    )
+    if other_tiers and not rate:
+        rate = upload_gbps(runner.device) if runner.device.type == "cuda" else disk_rate
+    links = dict.fromkeys(sorted(streamed | other_tiers), rate)
+    if moved.disk_experts is not None:
+        links["disk"] = disk_rate
     compute_gbps = moved.computed / compute.seconds[0][0] / 1e9
     if not links:
         compute = runner.overlap(compute)
@@ -234,10 +207,8 @@ def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> 
         seconds = np.array(entry, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
-    if (
-        seconds.shape != (len(contexts), len(widths))
-        or not ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all()
-    ):
+    is_valid = ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all()
+    if seconds.shape != (len(contexts), len(widths)) or not is_valid:
         return None
     return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
 
@@ -262,17 +233,12 @@ def compute_times(runner: Runner, n_rows: int, max_context: int) -> ComputeTimes
     smallest and the largest width.
     """
     widths, contexts = _grid(n_rows, max_context)
-    passes = [
-        *((width, contexts[0]) for width in widths),
-        *((width, contexts[1]) for width in (widths[0], widths[-1])),
-    ]
-    seconds = seconds_of_passes(runner, passes)
-    short = seconds[:-2]
-    far = seconds[-2:]
-    more = np.interp(widths, (widths[0], widths[-1]), (far[0] - short[0], far[1] - short[-1]))
-    return ComputeTimes(
-        widths, contexts, (tuple(short), tuple((np.array(short) + np.maximum(more, 0)).tolist()))
-    )
+    ends = widths[0], widths[-1]
+    passes = [(width, contexts[0]) for width in widths] + [(width, contexts[1]) for width in ends]
+    *short, first, last = seconds_of_passes(runner, passes)
+    more = np.interp(widths, ends, (first - short[0], last - short[-1]))
+    long = (np.array(short) + np.maximum(more, 0)).tolist()
+    return ComputeTimes(widths, contexts, (tuple(short), tuple(long)))
 
 
 def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list[float]:
@@ -351,19 +317,12 @@ def _now(runner: Runner) -> float:
 def _measure_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     with ExitStack() as closes:
-        tiers = {
-            settings: closes.enter_context(closing(DiskTier(layers, settings)))
-            for settings in _CANDIDATES
-        }
-        block = host_block(
-            max(tier.layout(i).nbytes for tier in tiers.values() for i in range(len(layers)))
-        )
-        for _ in range(_ROUNDS):
-            for settings, tier in tiers.items():
-                started = time.perf_counter()
-                nbytes = sum(
-                    read_parallel(tier.reads(i, block), tier.n_parallel) for i in range(len(layers))
-                )
-                rates[settings].append(nbytes / (time.perf_counter() - started))
+        tiers = [closes.enter_context(closing(DiskTier(layers, how))) for how in _CANDIDATES]
+        numbers = range(len(layers))
+        block = host_block(max(tier.layout(i).nbytes for tier in tiers for i in numbers))
+        for tier in tiers * _ROUNDS:
+            started = time.perf_counter()
+            nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in numbers)
+            rates[tier.settings].append(nbytes / (time.perf_counter() - started))
     best = max(rates, key=lambda settings: median(rates[settings]))
     return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]

@@ -124,22 +124,16 @@ class RanksSpec:
 
     def _pipeline_ranks(self, checkpoint: Checkpoint, drafting: Drafting) -> Ranks:
         ranks = self.ranks
-        parts = divisible(checkpoint.spec)
-        if ranks is None or ranks.size != self.pipeline or self.pipeline > len(parts):
-            n_ranks = ranks.size if ranks else 1
-            n_layers = checkpoint.spec.n_layers
-            raise SettingsError(
-                f"--pipeline={self.pipeline}",
-                need="as many ranks, and at least as many layers",
-                have=f"{n_ranks} started, and {n_layers} layers",
-                change="start it by `torchrun --nproc-per-node N --nnodes M`",
-            )
+        n_parts = len(divisible(checkpoint.spec))
+        if ranks is None or ranks.size != self.pipeline or self.pipeline > n_parts:
+            need = "as many ranks, and at least as many layers"
+            have = f"{ranks.size if ranks else 1} started, and {checkpoint.spec.n_layers} layers"
+            change = "start it by `torchrun --nproc-per-node N --nnodes M`"
+            raise SettingsError(f"--pipeline={self.pipeline}", need=need, have=have, change=change)
         if drafting.reads_target:
-            raise SettingsError(
-                f"--drafter={drafting.name} with --pipeline",
-                need="a drafter that uses only the model's logits",
-                change="use another drafter",
-            )
+            problem = f"--drafter={drafting.name} with --pipeline"
+            need = "a drafter that uses only the model's logits"
+            raise SettingsError(problem, need=need, change="use another drafter")
         return ranks
 
     def pass_bytes(self, plan: Plan) -> PassBytes:
@@ -174,11 +168,9 @@ class RanksSpec:
         if must_be_whole or self.split_draft == "off":
             return [whole]
         shard = None
-        try:
+        optional = () if self.split_draft == "on" else (UnsupportedModelError,)
+        with suppress(*optional):
             shard = self.part(drafting.draft)
-        except UnsupportedModelError:
-            if self.split_draft == "on":
-                raise
         if not ranks.least(shard is not None)[0]:
             return [whole]
         sharded = replace(draft, drafting=replace(drafting, draft=shard))
@@ -193,7 +185,20 @@ class RanksSpec:
         Options without disk traffic have priority. A step drafts the deepest tree, in equal levels.
         """
         assert self.ranks is not None, "a single process has a single option"
-        choices = self._common_choices(options, fit)
+        plans = list[MemoryPlan | None]()
+        values = list[int]()
+        for draft in options:
+            plan = None
+            with suppress(CapacityError):
+                plan = fit(draft)
+            sizes = (plan.max_model_len, plan.limits.n_nodes) if plan else (0, 0)
+            values += (*sizes, plan is not None and "disk" not in plan.plan.tiers)
+            plans.append(plan)
+        least = iter(self.ranks.least(*values))
+        choices = [
+            DraftChoice(draft, plan, next(least), next(least), bool(next(least)))
+            for draft, plan in zip(options, plans, strict=True)
+        ]
         fitting = (
             [choice for choice in choices if choice.is_in_memory]
             or [choice for choice in choices if choice.n_nodes]
@@ -203,28 +208,6 @@ class RanksSpec:
             return fitting[0]
         steps_s = self.ranks.least(*(-seconds for seconds in _step_seconds(fitting)))
         return fitting[steps_s.index(max(steps_s))]
-
-    def _common_choices(
-        self, options: Sequence[DraftSpec], fit: Callable[[DraftSpec], MemoryPlan]
-    ) -> list[DraftChoice]:
-        assert self.ranks is not None
-        plans = list[MemoryPlan | None]()
-        values = list[int]()
-        for draft in options:
-            plan = None
-            with suppress(CapacityError):
-                plan = fit(draft)
-            values += (
-                (plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers)
-                if plan
-                else (0, 0, False)
-            )
-            plans.append(plan)
-        least = iter(self.ranks.least(*values))
-        return [
-            DraftChoice(draft, plan, next(least), next(least), bool(next(least)))
-            for draft, plan in zip(options, plans, strict=True)
-        ]
 
     # Division of weights on disk
 
@@ -302,12 +285,8 @@ def _stage(checkpoint: Checkpoint, layers: range, ranks: Ranks) -> Checkpoint:
     stage = Stage.for_rank(checkpoint.spec, layers, ranks)
     is_all = stage.rank == 0 or stage.embeds_on_all_stages
     non_layer = checkpoint.non_layer.select(lambda tensor: is_all or len(tensor.shape) == 1)
-    return replace(
-        checkpoint,
-        spec=stage,
-        layers=checkpoint.layers[layers.start : layers.stop],
-        non_layer=non_layer,
-    )
+    owned = checkpoint.layers[layers.start : layers.stop]
+    return replace(checkpoint, spec=stage, layers=owned, non_layer=non_layer)
 
 
 def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType) -> list[int]:
@@ -325,21 +304,15 @@ def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType
 
 def _total_pass_bytes(plan: Plan, ranks: Ranks) -> PassBytes:
     stage = plan.pass_bytes
-    tiers, nbytes_streamed = zip(*stage.streamed, strict=True)
-    *streamed, computed, ahead = map(
-        int, ranks.total(*nbytes_streamed, stage.computed, stage.ahead)
-    )
-    touched = plan.touched
-    tier = "host" if plan.budget.has_card else "disk"
-    per_layer: tuple[float, ...] = (0,) * 5
-    if touched:
-        per_layer = 1, touched.n_experts, touched.n_used, touched.nbytes, touched.n_resident
-    n_layers = touched.n_layers if touched else 0
-    n, *sums = ranks.total(*(value * n_layers for value in per_layer))
+    tiers, sizes = zip(*stage.streamed, strict=True)
+    *streamed, computed, ahead = map(int, ranks.total(*sizes, stage.computed, stage.ahead))
+    touched = plan.touched or TouchedExperts(plan.kv_tier, 0, 0, 0, 0)
+    per_layer = 1, touched.n_experts, touched.n_used, touched.nbytes, touched.n_resident
+    n, *sums = ranks.total(*(value * touched.n_layers for value in per_layer))
     experts = None
     if n:
         n_experts, n_used, nbytes = (round(value / n) for value in sums[:3])
-        experts = TouchedExperts(tier, int(n), n_experts, n_used, nbytes, sums[3] / n)
+        experts = TouchedExperts(touched.tier, int(n), n_experts, n_used, nbytes, sums[3] / n)
     return PassBytes(tuple(zip(tiers, streamed, strict=True)), computed, ahead, experts=experts)
 
 
@@ -355,15 +328,18 @@ def _step_seconds(choices: Sequence[DraftChoice]) -> list[float]:
     machine = MachineProfile((), 1.0)
     if any(not memory.plan.is_resident for _, memory in fitting):
         with closing(DiskTier(target.checkpoint.layers)) as files:
-            machine = profile.profile(files, 1, target.dtype.torch, target.device)
+            disk = profile.link_gbps(files, 1)
+        gbps = profile.memory_gbps(target.dtype.torch, target.device)
+        # Without a GPU host and device are the same memory.
+        host = gbps if target.device.type == "cpu" else profile.upload_gbps(target.device)
+        machine = MachineProfile((("disk", disk), ("host", host)), gbps)
+    drafting_s = [
+        (memory.limits.n_levels - 1) * level_s
+        for level_s, (_, memory) in zip(levels_s, fitting, strict=True)
+    ]
     return [
-        pass_time(
-            machine,
-            memory.plan.pass_bytes,
-            choice.n_nodes,
-            between_s=(memory.limits.n_levels - 1) * level_s,
-        )
-        for level_s, (choice, memory) in zip(levels_s, fitting, strict=True)
+        pass_time(machine, memory.plan.pass_bytes, choice.n_nodes, between_s=seconds)
+        for seconds, (choice, memory) in zip(drafting_s, fitting, strict=True)
     ]
 
 

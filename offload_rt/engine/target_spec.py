@@ -34,6 +34,7 @@ from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import PAGE, BlockRecord, PackedLayer, align_up
 from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
 
+_CONVERT = "run `offload-rt convert` first"
 # A block of the vision tower is read while the previous block is computed.
 _TOWER_SLOTS = 2
 _STREAMED_TOWER = (
@@ -161,21 +162,17 @@ class TargetSpec:
                 "--link-format=lossless without a sidecar",
                 need="all layers in memory",
                 have=f"{n_on_disk} of {len(plan.tiers)} on disk",
-                change=(
-                    "run `offload-rt convert` first, raise --host-memory, or use --link-format=raw"
-                ),
+                change=f"{_CONVERT}, raise --host-memory, or use --link-format=raw",
             )
 
     def open(self, plan: Plan, reads_disk: bool) -> TargetFiles:
         """Open the files of a placement. Measures the disk's best read settings once."""
         layers = self.checkpoint.layers
         settings = profile.read_settings(layers) if reads_disk else ReadSettings()
-        images = (
-            DiskTier(self.checkpoint.images[1:], settings, mirrors=self.mirrors)
-            if self.streams_images
-            else None
-        )
         checkpoint = self.checkpoint
+        images = None
+        if self.streams_images:
+            images = DiskTier(checkpoint.images[1:], settings, mirrors=self.mirrors)
         experts = None
         disk: DiskTier | SidecarTier
         if plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
@@ -220,11 +217,8 @@ class TargetSpec:
             is_encoded = block.tier == "host" and self.link.sidecar
             return loader.reader(files.disk if is_encoded else stored, block.i, block.tier)
 
-        loader.fill(
-            {"device": resident, "host": loader.host},
-            [Block(tier, i, tensors) for i, (tier, tensors) in enumerate(blocks)],
-            work,
-        )
+        numbered = [Block(tier, i, tensors) for i, (tier, tensors) in enumerate(blocks)]
+        loader.fill({"device": resident, "host": loader.host}, numbered, work)
         return self._sources(loader, plan, files, resident)
 
     def _sources(
@@ -233,10 +227,8 @@ class TargetSpec:
         """Return the tier of each layer. Move host layers to disk if pinning has failed."""
         current = with_host_slots(plan) if loader.host.is_refused else plan
         if self.link.encodes and current.tiers != plan.tiers:
-            raise DeviceError(
-                "the driver pins too little memory of the host for layers encoded at load",
-                change="run `offload-rt convert` first, or use --link-format=raw",
-            )
+            problem = "the driver pins too little memory of the host for layers encoded at load"
+            raise DeviceError(problem, change=f"{_CONVERT}, or use --link-format=raw")
         for i, (before, after) in enumerate(zip(plan.tiers, current.tiers, strict=True)):
             if before != after:
                 loader.host.drop(i)
@@ -266,11 +258,11 @@ class TargetSpec:
             runner.images = self._image_encoder(loader, runner, files, sources.resident)
         if plan.split is not None:
             link = runner.streamer
-            rows = (
-                HostRows(plan.split, n_layers, link, loader.cpus)
-                if isinstance(link, CudaStreamer)
-                else FileRows(plan.split, n_layers, link, files.disk.settings)
-            )
+            rows: HostRows | FileRows
+            if isinstance(link, CudaStreamer):
+                rows = HostRows(plan.split, n_layers, link, loader.cpus)
+            else:
+                rows = FileRows(plan.split, n_layers, link, files.disk.settings)
             loader.closes.enter_context(closing(rows))
             runner.memory = HostMemory(runner.spec, runner.dtype, runner.device, rows)
         if files.experts is not None and plan.experts is not None:
@@ -324,7 +316,7 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
             f"layer {i} shrinks less than its sample",
             need=format_size(len(image.block)),
             have=f"{format_size(planned)} planned",
-            change="run `offload-rt convert` first, or use --link-format=raw",
+            change=f"{_CONVERT}, or use --link-format=raw",
         )
     return image
 
@@ -345,11 +337,8 @@ def _experts(
         cache = TieredExperts(sizes, n_slots, images, view, streamer)
     else:
         images = loader.new_tier(register=True)
-        loader.fill(
-            {"host": images},
-            [Block("host", i, tensors) for i, tensors in enumerate(files.records)],
-            lambda block: loader.reader(files.tier, block.i),
-        )
+        numbered = [Block("host", i, tensors) for i, tensors in enumerate(files.records)]
+        loader.fill({"host": images}, numbered, lambda block: loader.reader(files.tier, block.i))
         cache = CardExperts(sizes, n_slots, images, view, streamer)
     loader.closes.enter_context(closing(cache))
     # One thread remains for kernel launches.

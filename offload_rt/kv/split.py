@@ -60,12 +60,8 @@ class RowFormat:
     @property
     def nbytes(self) -> int:
         """Bytes of a row, a multiple of 64."""
-        n = (
-            2
-            * self.n_kv_heads
-            * (4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize)
-        )
-        return -(-n // 64) * 64
+        of_head = 4 + self.head_dim if self.is_fp8 else self.head_dim * self.dtype.itemsize
+        return -(-2 * self.n_kv_heads * of_head // 64) * 64
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Convert keys, values (..., n_kv_heads, n, head_dim) to rows (..., n, nbytes) uint8."""
@@ -75,9 +71,8 @@ class RowFormat:
         parts = [pair]
         if self.is_fp8:
             wide = pair.float()
-            scales = (wide.abs().amax(-1, keepdim=True) / _FP8_MAX).clamp_min(
-                torch.finfo(torch.float32).tiny
-            )
+            scales = wide.abs().amax(-1, keepdim=True) / _FP8_MAX
+            scales.clamp_min_(torch.finfo(torch.float32).tiny)
             parts = [scales, (wide / scales).to(_FP8.torch)]
         content = torch.cat([part.contiguous().flatten(-3).view(torch.uint8) for part in parts], -1)
         rows = content.new_zeros(*content.shape[:-1], self.nbytes)
@@ -191,12 +186,9 @@ class KVSplit:
         scores = 3 * 4 * min(MAX_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
         slots = N_SLOTS * self.block_nbytes
         offloaded = self.n_blocks * self.block_nbytes * model.n_layers
+        rows = self.n_on_device * model.kv_nbytes(itemsize)
         return KVBytes(
-            device=self.n_on_device * model.kv_nbytes(itemsize)
-            + slots
-            + converted
-            + scores
-            + staged,
+            device=rows + slots + converted + scores + staged,
             # host slots are needed if the driver refuses to pin
             host=offloaded + (slots if has_card else 0),
             link=self.n_offloaded * self.format.nbytes * model.n_layers,
@@ -204,17 +196,15 @@ class KVSplit:
 
     def streamed(self, tier: str) -> StreamedRows:
         """Return the rows read per pass over the link of a tier."""
-        return StreamedRows(
-            tier, self.n_resident, self.format.nbytes, self.windows, self.chunk_rows
-        )
+        nbytes = self.format.nbytes
+        return StreamedRows(tier, self.n_resident, nbytes, self.windows, self.chunk_rows)
 
     def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
         """Return the proportional share of a cache of `n_rows` rows; nearly all if alone."""
         n_near = n_rows * self.n_on_device // self.n_rows
         if is_alone:
-            n_near = max(
-                n_near, self.n_on_device - (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2)
-            )
+            n_others = (_N_SEQUENCES - 1) * (_TAIL_ROWS + n_nodes // 2)
+            n_near = max(n_near, self.n_on_device - n_others)
         return KVShare(n_rows, n_nodes, max(n_near - _TAIL_ROWS - n_nodes, 0))
 
     def fits(self, shares: Sequence[KVShare]) -> bool:

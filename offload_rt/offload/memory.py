@@ -3,14 +3,16 @@
 torch's pinned allocator rounds up to powers of two: 138 GB of weights would need 154 GB or more.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from offload_rt.offload.tier import Read
-from offload_rt.weights.layout import Layout, PackedLayer
+from offload_rt.system.numa import cpus_near, staying_near
+from offload_rt.weights.layout import Layout, PackedLayer, host_block
 
 _SUCCESS = 0
 
@@ -28,6 +30,19 @@ def pin(block: Tensor) -> bool:
     return False
 
 
+@contextmanager
+def pinned_block(nbytes: int, device: torch.device) -> Iterator[Tensor]:
+    """Allocate (nbytes,) uint8 of host memory near a GPU, pinned if possible within a `with`."""
+    block = host_block(nbytes)
+    with staying_near(cpus_near(device)):
+        is_pinned = pin(block)
+    try:
+        yield block
+    finally:
+        if is_pinned:
+            unpin(block)
+
+
 def unpin(block: Tensor) -> None:
     """Unregister a block before its memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
@@ -39,14 +54,16 @@ _PART = 16 << 20  # bytes per read, large enough to hide the overhead
 class MemoryTier:
     """Layers by number; device layers are computed in place, host layers are copied.
 
-    register    pin each block with the CUDA driver, so that the GPU copies it without staging
-    is_refused  the driver refused to pin a block
+    register     pin each block with the CUDA driver, so that the GPU copies it without staging
+    owns_pinned  the owner of the blocks has pinned all of them
+    is_refused   the driver refused to pin a block
     """
 
     n_parallel = 4  # threads that copy unpinned blocks into pinned slots
 
-    def __init__(self, register: bool = False) -> None:
+    def __init__(self, register: bool = False, owns_pinned: bool = False) -> None:
         self._register = register
+        self._owns_pinned = owns_pinned
         self.is_refused = False
         self._images: dict[int, PackedLayer] = {}
         self._pinned: dict[int, PackedLayer] = {}  # by address, because layers may share a block
@@ -62,7 +79,7 @@ class MemoryTier:
 
     def is_pinned(self, i: int) -> bool:
         """Return whether layer i is pinned; the driver may refuse (WSL, limits)."""
-        return self.image(i).block.data_ptr() in self._pinned
+        return self._owns_pinned or self.image(i).block.data_ptr() in self._pinned
 
     def drop(self, i: int) -> None:
         """Remove a layer; free its block unless shared."""
@@ -84,11 +101,8 @@ class MemoryTier:
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """Return copies that together fill `into` with block i."""
         block = self._images[i].block
-        starts = range(0, len(block), _PART)
-        return [
-            partial(_copy, block[start : start + _PART], into[start : start + _PART])
-            for start in starts
-        ]
+        parts = (slice(start, start + _PART) for start in range(0, len(block), _PART))
+        return [partial(_copy, block[part], into[part]) for part in parts]
 
     def close(self) -> None:
         """Unpin and free the blocks."""

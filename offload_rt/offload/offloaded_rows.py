@@ -4,7 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryFile
 
@@ -76,14 +76,8 @@ class OffloadedRows(ABC):
             return
         if ranges != self._prefetched or self._stream is None:
             tiers = (self.tier(ranges),) * len(ranges)
-            sources = LayerSources(
-                MemoryTier(),
-                tiers,
-                N_SLOTS,
-                N_SLOTS,
-                self._cpus,
-                slot_nbytes=self.split.block_nbytes,
-            )
+            sources = LayerSources(MemoryTier(), tiers, N_SLOTS, N_SLOTS, self._cpus)
+            sources = replace(sources, slot_nbytes=self.split.block_nbytes)
             if self._stream is None:
                 self._stream = self._link.share_link(sources, KV)
             else:
@@ -127,20 +121,6 @@ class OffloadedRows(ABC):
         """See `RowStore.write`."""
 
 
-class _PinnedBlocks(MemoryTier):
-    """Ranges of blocks, whose owner has pinned all of them or not."""
-
-    def __init__(self, images: Sequence[PackedLayer], is_pinned: bool) -> None:
-        super().__init__()
-        self._is_pinned = is_pinned
-        for i, image in enumerate(images):
-            self.put(i, image)
-
-    def is_pinned(self, i: int) -> bool:
-        """See `MemoryTier.is_pinned`; equal for all ranges."""
-        return self._is_pinned
-
-
 class HostRows(OffloadedRows):
     """Rows in host memory of a GPU machine.
 
@@ -159,8 +139,10 @@ class HostRows(OffloadedRows):
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
         """See `OffloadedRows.tier`."""
-        images = [PackedLayer(self._rows(rows).flatten(), self.layout(rows)) for rows in ranges]
-        return _PinnedBlocks(images, len(self._pinned) == len(self._blocks))
+        tier = MemoryTier(owns_pinned=len(self._pinned) == len(self._blocks))
+        for i, rows in enumerate(ranges):
+            tier.put(i, PackedLayer(self._rows(rows).flatten(), self.layout(rows)))
+        return tier
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
         """See `RowStore.read`. Waits for writes."""
@@ -220,10 +202,9 @@ class FileRows(OffloadedRows):
         except LinkError:
             self._file.close()
             raise
+        name = f"/proc/self/fd/{self._file.fileno()}"
         try:  # a second descriptor of the file, for direct I/O
-            self._direct = os.open(
-                f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_DIRECT
-            )
+            self._direct = os.open(name, os.O_RDONLY | os.O_DIRECT)
         except OSError:
             self._direct = os.dup(self._file.fileno())
 
@@ -303,11 +284,9 @@ class _FileRanges:
     n_parallel: int
 
     def layout(self, i: int) -> Layout:
-        """See `Tier.layout`."""
         return self.file.layout(self.ranges[i])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """See `Tier.reads`."""
         return self.file.reads(self.ranges[i], into)
 
     def close(self) -> None:

@@ -188,12 +188,11 @@ class Plan:
         if self.experts is None:
             return None
         mixture = self.experts.mixture
-        tier = "host" if self.budget.has_card else "disk"
         n_layers = len(mixture.layers)
         sizes = mixture.n_experts, mixture.n_used, self.experts.nbytes
         n_resident = self.n_expert_slots / n_layers
         n_on_host = self.experts.n_on_host / n_layers
-        return TouchedExperts(tier, n_layers, *sizes, n_resident, n_on_host=n_on_host)
+        return TouchedExperts(self.kv_tier, n_layers, *sizes, n_resident, n_on_host=n_on_host)
 
     @property
     def pass_bytes(self) -> PassBytes:

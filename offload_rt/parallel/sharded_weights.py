@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.layers import TensorShape
@@ -83,33 +83,20 @@ def shard(
     with suppress(CheckpointError):
         larger_cut = cut._replace(n=cut.n + 1)
         larger = format.stored(name, larger_cut.shape(shape), None, shard_source).tensors
+    shapes = [None] * len(whole.tensors) if larger is None else [piece.shape for piece in larger]
     tensors = tuple(
-        _cut_record(
-            record,
-            piece,
-            _Slice(cut.first, cut.n, shape[cut.dim]),
-            None if larger is None else larger[i].shape,
-        )
-        for i, (record, piece) in enumerate(zip(whole, part.tensors, strict=True))
+        _cut_record(record, piece, cut, shape[cut.dim], larger_shape)
+        for record, piece, larger_shape in zip(whole, part.tensors, shapes, strict=True)
     )
     matrices = {name.removesuffix(".weight"): part} if isinstance(part, Matrix) else {}
     return BlockRecord(tensors, matrices)
 
 
-class _Slice(NamedTuple):
-    """Rows or columns [first, first + n) of `total`."""
-
-    first: int
-    n: int
-    total: int
-
-
 def _cut_record(
-    record: TensorRecord, part: StoredTensor, cut: _Slice, larger: tuple[int, ...] | None
+    record: TensorRecord, part: StoredTensor, cut: Cut, total: int, larger: tuple[int, ...] | None
 ) -> TensorRecord:
-    """Return the bytes of a stored tensor that belong to a slice of its matrix.
+    """Return the bytes of a stored tensor that belong to `part`, that of a slice of `total` rows.
 
-    part    stored tensor of the slice
     larger  shape for a slice with another row or column; an equal shape means that the slice ends
             within a group of weights, which is an error
     """
@@ -119,18 +106,12 @@ def _cut_record(
         return replace(record, shape=part.shape)
     dim = dims[0]
     n = part.shape[dim]
-    is_even = cut.first * shape[dim] % cut.total == 0 and n * cut.total == cut.n * shape[dim]
+    is_even = cut.first * shape[dim] % total == 0 and n * total == cut.n * shape[dim]
     if len(dims) > 1 or not is_even or (larger is not None and larger[dim] == n):
         raise CheckpointError(f"{record.name} is not divisible")
     n_pieces = math.prod(shape[:dim])
     stride = record.nbytes // n_pieces
     unit = stride // shape[dim]
-    start = record.start + cut.first * shape[dim] // cut.total * unit
-    return replace(
-        record,
-        shape=part.shape,
-        start=start,
-        stop=start + unit * n,
-        n_pieces=n_pieces,
-        stride=stride,
-    )
+    start = record.start + cut.first * shape[dim] // total * unit
+    pieces = replace(record, n_pieces=n_pieces, stride=stride)
+    return replace(pieces, shape=part.shape, start=start, stop=start + unit * n)

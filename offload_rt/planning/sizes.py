@@ -24,7 +24,6 @@ from offload_rt.weights import gguf
 from offload_rt.weights.checkpoint import Checkpoint, open_checkpoint, open_headers
 from offload_rt.weights.formats import format_of, mxfp4
 from offload_rt.weights.locate import find_config, locate
-from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded_layout
 
 # float8 as published by DeepSeek and Qwen, and W4A16 as written by llm-compressor.
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -190,12 +189,7 @@ def copies(sizes: Sizes) -> Sizes:
     spec = sizes.spec
     layers = {spec.layer_tensors(i) for i in range(spec.n_layers)}
     plain = ([(name, shape, sizes.dtype) for name, shape in layer] for layer in layers)
-    layouts = [rounded_layout(layer, COPIES) for layer in plain]
-    return Sizes(
-        spec, (0,) * spec.n_layers, 0, COPY_DTYPE,
-        stand_in=max(layout.nbytes for layout in layouts),
-        matrix=largest(matrix for layout in layouts for matrix in layout.matrices.values()),
-    )  # fmt: skip
+    return Sizes.of_copies(spec, plain)
 
 
 def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:

@@ -13,7 +13,7 @@ from offload_rt.dtypes import DTYPES, DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.families import parse_architecture
-from offload_rt.models.layers import Part, TensorShape
+from offload_rt.models.layers import TensorShape
 from offload_rt.weights.files import PROCESSOR_FILES, read_config, tensors_of
 from offload_rt.weights.formats import Matrix, WeightFormat, format_of
 from offload_rt.weights.gguf import SUFFIX, read_gguf
@@ -136,7 +136,7 @@ def _divide_experts(
             tensors[expert].append(record)
         elif record.key == name and record.shape[0] == n_experts:
             for n, records in enumerate(tensors):
-                row = rows_of(record, Part(record.name, n, 1))
+                row = record.rows(n, 1)
                 records.append(replace(row, shape=row.shape[1:], key=f"{name}.{n}"))
         else:
             return None
@@ -170,9 +170,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config, stored = read_gguf(path) if is_gguf else (read_config(path), None)
     weight_format = format_of(config.get("quantization_config"))
     spec = parse_architecture(without_quantization(config))
-    return assemble(
-        path, config, spec, weight_format, tensors_of(path) if stored is None else stored
-    )
+    stored = tensors_of(path) if stored is None else stored
+    return assemble(path, config, spec, weight_format, stored)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,20 +190,16 @@ def assemble(
 ) -> Checkpoint:
     """Assemble a checkpoint; raises CheckpointError for missing, mismatched or unknown tensors."""
     spec, parts = spec.of_checkpoint({name: record.shape for name, record in stored.items()})
-    tensors = {name: rows_of(stored[part.name], part) for name, part in parts.items()}
+    tensors = {
+        name: stored[part.name].rows(part.first, part.n_rows) if part.n_rows else stored[part.name]
+        for name, part in parts.items()
+    }
     layers = (
         stored_block(weight_format, spec.layer_tensors(i), Source(tensors, spec.layer_prefix(i)))
         for i in range(spec.n_layers)
     )
-    checkpoint = Checkpoint(
-        path,
-        spec,
-        weight_format,
-        tuple(layers),
-        stored_block(weight_format, spec.non_layer_tensors(), Source(tensors)),
-        config,
-        tensors,
-    )
+    rest = stored_block(weight_format, spec.non_layer_tensors(), Source(tensors))
+    checkpoint = Checkpoint(path, spec, weight_format, tuple(layers), rest, config, tensors)
     expected = {(record.name, record.start) for record in checkpoint.records}
     for name, record in tensors.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)
@@ -228,17 +223,3 @@ def stored_block(
         if isinstance(stored, Matrix):
             matrices[name.removesuffix(".weight")] = stored
     return BlockRecord(tuple(records), matrices)
-
-
-def rows_of(record: TensorRecord, part: Part) -> TensorRecord:
-    """Return the record of some rows of a tensor."""
-    if not part.n_rows:
-        return record
-    nbytes = (record.stop - record.start) // record.shape[0]
-    start = record.start + part.first * nbytes
-    return replace(
-        record,
-        shape=(part.n_rows, *record.shape[1:]),
-        start=start,
-        stop=start + part.n_rows * nbytes,
-    )

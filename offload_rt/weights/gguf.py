@@ -150,17 +150,15 @@ def _record(entry: _Entry, start: int, path: Path, stamp: tuple[int, int]) -> Te
     name, shape, kind, offset = entry
     dtype = _FLOATS.get(kind) or _BLOCKS.get(kind)
     if dtype is None:
-        known = ", ".join([*_FLOATS.values(), *_BLOCKS.values()])
-        raise UnsupportedModelError(
-            f"{path.name}: tensor {name!r} is of ggml type {kind}", need=f"one of {known}"
-        )
+        need = "one of " + ", ".join([*_FLOATS.values(), *_BLOCKS.values()])
+        problem = f"{path.name}: tensor {name!r} is of ggml type {kind}"
+        raise UnsupportedModelError(problem, need=need)
     if dtype in BLOCKS:
         block = BLOCKS[dtype]
-        if shape[-1] % block.n:
-            raise ValueError(
-                f"tensor {name!r} has rows of {shape[-1]} weights in blocks of {block.n}"
-            )
-        shape = (*shape[:-1], shape[-1] // block.n * block.size)
+        n = shape[-1]
+        if n % block.n:
+            raise ValueError(f"tensor {name!r} has rows of {n} weights in blocks of {block.n}")
+        shape = (*shape[:-1], n // block.n * block.size)
     first = start + offset
     last = first + math.prod(shape) * (1 if dtype in BLOCKS else FLOATS[dtype].itemsize)
     if offset % 8 or last > stamp[0]:
@@ -189,17 +187,10 @@ def _with_experts(tensors: dict[str, TensorRecord], family: str) -> dict[str, Te
         if match is None:
             divided[name] = record
             continue
-        nbytes = record.nbytes // record.shape[0]
         for expert in range(record.shape[0]):
-            expert_name = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
-            start = record.start + expert * nbytes
-            divided[expert_name] = replace(
-                record,
-                name=expert_name,
-                shape=record.shape[1:],
-                start=start,
-                stop=start + nbytes,
-                key=expert_name,
+            key = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
+            divided[key] = replace(
+                record.rows(expert, 1), name=key, shape=record.shape[1:], key=key
             )
     return divided
 
@@ -209,20 +200,14 @@ def _config(
 ) -> dict[str, Any]:
     family = metadata.get("general.architecture")
     if family not in _ARCHITECTURES:
-        have = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(
-            f"{name}: general.architecture {family!r} is not supported", have=have
-        )
-    values = {
-        key.removeprefix(f"{family}."): value
-        for key, value in metadata.items()
-        if key.startswith(f"{family}.")
-    }
+        problem = f"{name}: general.architecture {family!r} is not supported"
+        raise UnsupportedModelError(problem, have=", ".join(_ARCHITECTURES))
+    keys = [key for key in metadata if key.startswith(f"{family}.")]
+    values = {key.removeprefix(f"{family}."): metadata[key] for key in keys}
     for key, value in values.items():
         if key not in _KNOWN and value:
-            raise UnsupportedModelError(
-                f"{name}: {family}.{key} is not understood", have=str(value)
-            )
+            problem = f"{name}: {family}.{key} is not understood"
+            raise UnsupportedModelError(problem, have=str(value))
     sizes = _sizes(values, f"{name}: {family}")
     head_dim = sizes["head_dim"]
     embedding = tensors.get("model.embed_tokens.weight")
@@ -263,9 +248,8 @@ def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     head_dim = values.get("attention.key_length", values.get("rope.dimension_count", width))
     for key in ("rope.dimension_count", "attention.value_length"):
         if values.get(key, head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{prefix}.{key} is {values[key]!r}", need=f"{head_dim!r}, that of a head"
-            )
+            need = f"{head_dim!r}, that of a head"
+            raise UnsupportedModelError(f"{prefix}.{key} is {values[key]!r}", need=need)
     sizes["attention.key_length"] = head_dim
     return {config_key: sizes[key] for key, config_key in keys.items()}
 
@@ -291,18 +275,12 @@ def _rope(
         stored = StoredTensor(ROPE_FREQS, (head_dim // 2,), DType.FLOAT32)
         divisors = Source({ROPE_FREQS: tensors[ROPE_FREQS]}).read(stored)
         if factor != 1.0 or not bool((divisors.isfinite() & (divisors > 0)).all()):
-            raise UnsupportedModelError(
-                f"{name}: {ROPE_FREQS} is not understood", need="positive numbers, and no scaling"
-            )
-        return {
-            **rope,
-            "rope_type": "longrope",
-            "factor": 1.0,
-            "attention_factor": 1.0,
-            "short_factor": divisors.tolist(),
-            "long_factor": divisors.tolist(),
-            "original_max_position_embeddings": values["context_length"],
-        }
+            need = "positive numbers, and no scaling"
+            raise UnsupportedModelError(f"{name}: {ROPE_FREQS} is not understood", need=need)
+        context = values["context_length"]
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": context}
+        rope |= dict.fromkeys(("factor", "attention_factor"), 1.0)
+        return rope | dict.fromkeys(("short_factor", "long_factor"), divisors.tolist())
     if factor == 1.0 or rope["rope_type"] == "none":
         return {**rope, "rope_type": "default"}
     if rope["rope_type"] == "yarn":
@@ -311,8 +289,6 @@ def _rope(
             if f"{_SCALING}yarn_{beta}" in values:
                 rope[beta] = values[f"{_SCALING}yarn_{beta}"]
     elif rope["rope_type"] != "linear":
-        raise UnsupportedModelError(
-            f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood",
-            have="none, linear, yarn",
-        )
+        problem = f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood"
+        raise UnsupportedModelError(problem, have="none, linear, yarn")
     return {**rope, "factor": factor}

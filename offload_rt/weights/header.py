@@ -4,7 +4,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -48,6 +48,12 @@ class TensorRecord:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return (self.stop - self.start) * self.n_pieces
+
+    def rows(self, first: int, n: int) -> "TensorRecord":
+        """Return the record of n rows of the tensor."""
+        nbytes = (self.stop - self.start) // self.shape[0]
+        start = self.start + first * nbytes
+        return replace(self, shape=(n, *self.shape[1:]), start=start, stop=start + n * nbytes)
 
     def stored_dtype(self) -> DType:
         """Return the dtype of the elements; raises CheckpointError if torch has no such dtype."""

@@ -9,7 +9,7 @@ import torch
 from support.layers import on_disk, some_layers
 
 from offload_rt.engine import profile
-from offload_rt.offload import stream_threads
+from offload_rt.offload import memory, stream_threads
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_threads import ThreadStreamer
@@ -87,6 +87,6 @@ def test_link_rate_is_measured_from_memory_near_the_device(sockets, monkeypatch)
         torch, "empty", lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"})
     )
     monkeypatch.setattr(profile, "timed", lambda device, work: [1.0])
-    monkeypatch.setattr(profile, "pin", lambda block: sockets.seen.append("pinned"))
+    monkeypatch.setattr(memory, "pin", lambda block: sockets.seen.append("pinned"))
     assert profile.upload_gbps(CARD, 1 << 20) > 0
     assert sockets.seen == [{8, 9, 10, 11}, "pinned", ALL]
