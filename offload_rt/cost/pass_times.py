@@ -181,9 +181,8 @@ class TouchedExperts:
         if self.host is not None and gbps:
             rows_per_expert = n_rows * self.n_used / (touched * self.n_experts)
             share = self.host.at(rows_per_expert) / transfer_s(self.nbytes, gbps)
-            n_copied = np.maximum(
-                n_missing * share / (1 + share), np.minimum(n_missing, 1) * np.minimum(share, 1)
-            )
+            last = np.minimum(n_missing, 1) * np.minimum(share, 1)
+            n_copied = np.maximum(n_missing * share / (1 + share), last)
             on_host = min(self.n_on_host / max(self.n_experts - self.n_resident, 1), 1.0)
             n_missing = np.maximum(n_copied, n_missing * (1 - on_host))
         return np.asarray(n_missing * self.n_layers * self.nbytes)
@@ -280,9 +279,8 @@ def lossless_gain(moved: PassBytes, link_gbps: float, memory_gbps: float, share:
     """
     links = ("disk", link_gbps), ("host", link_gbps)
     raw_nbytes = sum(nbytes for _, nbytes in moved.streamed)
-    encoded = replace(
-        moved, streamed=tuple((tier, int(share * nbytes)) for tier, nbytes in moved.streamed)
-    )
+    streamed = ((tier, int(share * nbytes)) for tier, nbytes in moved.streamed)
+    encoded = replace(moved, streamed=tuple(streamed))
     raw_s = pass_time(MachineProfile(links, memory_gbps), moved)
     computed_s = transfer_s(moved.computed, memory_gbps) + transfer_s(raw_nbytes, DECODE_GBPS)
     decoding = MachineProfile(links, moved.computed / computed_s / 1e9)
@@ -298,9 +296,7 @@ def _link_times(
     by_chunk = replace(moved, experts=None, exchanged=0, disk_experts=None)
     of_pass = moved.at(context, 0)
     of_chunk = by_chunk.at(context, n_sequences=n_sequences)
-    n_chunks = (
-        np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows is not None else np.ones(n_rows.shape)
-    )
+    n_chunks = np.ceil(n_rows / moved.rows.chunk_rows) if moved.rows else np.ones(n_rows.shape)
     times = np.zeros(n_rows.shape)
     busiest = (-1.0, 0.0)
     for tier in moved.at(context, n_sequences=n_sequences):
@@ -309,13 +305,10 @@ def _link_times(
         weights = of_pass.get(tier, 0)
         nbytes = of_chunk.get(tier, 0)
         busiest = max(busiest, (nbytes / rate, gbps))
-        on_demand = [
-            experts
-            for experts in (moved.experts, moved.disk_experts)
-            if experts and experts.tier == tier
-        ]
-        by_rows = sum(experts.pass_nbytes(n_rows, gbps) for experts in on_demand)
-        by_rows = by_rows + n_rows * moved.exchanged * (tier == "host")
+        by_rows = n_rows * moved.exchanged * (tier == "host")
+        for experts in filter(None, (moved.experts, moved.disk_experts)):
+            if experts.tier == tier:
+                by_rows = by_rows + experts.pass_nbytes(n_rows, gbps)
         times = np.maximum(times, (weights + (nbytes - weights) * n_chunks + by_rows) / rate)
     return times, busiest[1]
 

@@ -59,12 +59,8 @@ class Roof:
     @classmethod
     def from_card(cls, card: Card) -> "Roof":
         """Derive the rates of a GPU from its specification."""
-        return cls(
-            _FLOPS_SHARE * card.tflops * 1e12,
-            _BANDWIDTH_SHARE * card.memory_gbps * 1e9,
-            _GAP_S,
-            _LAUNCH_S,
-        )
+        flops = _FLOPS_SHARE * card.tflops * 1e12
+        return cls(flops, _BANDWIDTH_SHARE * card.memory_gbps * 1e9).on_card()
 
     def on_card(self) -> "Roof":
         """Add the kernel overheads of a GPU to measured rates."""
@@ -151,17 +147,14 @@ class Roof:
             n_head = spec.vocab_size * spec.hidden_size
             head = self.product_s(n_head, n_rows, itemsize, head_share)
             roof = layers or self
-            layers_s = sum(
-                len(group)
-                * roof.layer_s(spec, n_rows, context, itemsize, group[0], is_replayed, share)
-                for group in groups.values()
-            )
-            return layers_s + head + more_s(n_rows)
+            total = head + more_s(n_rows)
+            for i, *more in groups.values():
+                layer_s = roof.layer_s(spec, n_rows, context, itemsize, i, is_replayed, share)
+                total += (1 + len(more)) * layer_s
+            return total
 
-        table = tuple(
-            tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS
-        )
-        return ComputeTimes(_WIDTHS, _CONTEXTS, table)
+        rows = (tuple(seconds(n_rows, context) for n_rows in _WIDTHS) for context in _CONTEXTS)
+        return ComputeTimes(_WIDTHS, _CONTEXTS, tuple(rows))
 
 
 def n_weights(tensors: Iterable[TensorShape]) -> int:

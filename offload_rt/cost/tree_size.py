@@ -179,9 +179,8 @@ class Acceptance(_Ratios):
         scale = 1.0
         estimate = np.empty(N_RANKS)
         for k in range(N_RANKS):
-            estimate[k] = (self.hits[k] + _PRIOR_WEIGHT * scale * prior[k]) / (
-                self.tries[k] + _PRIOR_WEIGHT
-            )
+            hits = self.hits[k] + _PRIOR_WEIGHT * scale * prior[k]
+            estimate[k] = hits / (self.tries[k] + _PRIOR_WEIGHT)
             scale = estimate[k] / prior[k]
         estimate = np.minimum.accumulate(estimate)
         scaled: np.ndarray = estimate / max(1.0, estimate.sum() / 0.995)
@@ -241,9 +240,8 @@ class ExpectedTokensBias(_Ratios):
 
     def corrected(self, expected: float) -> float:
         """Correct the expected tokens of a tree."""
-        return 1 + (expected - 1) * float(
-            (self.hits[0] + self._weight) / (self.tries[0] + self._weight)
-        )
+        ratio = (self.hits[0] + self._weight) / (self.tries[0] + self._weight)
+        return 1 + (expected - 1) * float(ratio)
 
 
 class ExpertsBias(_Ratios):

@@ -43,20 +43,16 @@ class Assumed:
 
     def with_dynamic_trees(self) -> "Assumed":
         """Return the acceptance of dynamic trees at temperature 0, if this is of static trees."""
-        if not self.is_static:
-            return self
-        source = (
-            f"{self.source}; times {_DYNAMIC_RATIO} for dynamic instead of static trees,"
-            f" {DEMO_PAIR}"
-        )
-        return replace(self, source=source, dynamic_ratio=_DYNAMIC_RATIO)
+        trees = "dynamic instead of static trees"
+        return self._scaled(_DYNAMIC_RATIO, trees) if self.is_static else self
 
     def extrapolated(self) -> "Assumed":
         """Return the acceptance of trees, if this is of a chain."""
-        source = (
-            f"{self.source}; times {_CHAIN_RATIO} for trees extrapolated from a chain, {DEMO_PAIR}"
-        )
-        return replace(self, source=source, dynamic_ratio=_CHAIN_RATIO)
+        return self._scaled(_CHAIN_RATIO, "trees extrapolated from a chain")
+
+    def _scaled(self, ratio: float, trees: str) -> "Assumed":
+        source = f"{self.source}; times {ratio} for {trees}, {DEMO_PAIR}"
+        return replace(self, source=source, dynamic_ratio=ratio)
 
 
 @dataclass(frozen=True)
@@ -83,13 +79,12 @@ class Preset:
     @property
     def assumed(self) -> Assumed:
         """Return the acceptance by rank with its source."""
-        return Assumed(
-            power_law(self.power),
+        source = (
             f"a power law (b = {self.power}) fitted to {self.tokens_per_pass} tokens per pass of"
             f" trees of {self.n_nodes} nodes on {self.n_levels} levels at T={self.temperature}:"
-            f" {self.source}",
-            self.is_static,
+            f" {self.source}"
         )
+        return Assumed(power_law(self.power), source, self.is_static)
 
 
 SELF = "self"
@@ -162,20 +157,17 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
             change='use one of these, or probabilities by rank like "0.8,0.1,0.05"',
         )  # fmt: skip
     learned = _learned(PairStats.load(*pair), temperature)
-    matching = [
-        preset.assumed
-        for preset in PRESETS
-        if (preset.pair, preset.temperature) == (names, temperature)
-    ]
-    guess = Assumed(
-        Acceptance().by_rank(),
-        "a guess: neither published nor measured for this pair and temperature",
-    )
+    if learned is not None:
+        return learned
+    for preset in PRESETS:
+        if (preset.pair, preset.temperature) == (names, temperature):
+            return preset.assumed
     if names[1] in _EXAMPLES:
-        preset, model = _EXAMPLES[names[1]]
-        published = presets[preset].assumed
-        guess = replace(published, source=f"a guess: for {model} {published.source}")
-    return learned or (matching[0] if matching else guess)
+        example, model = _EXAMPLES[names[1]]
+        published = presets[example].assumed
+        return replace(published, source=f"a guess: for {model} {published.source}")
+    source = "a guess: neither published nor measured for this pair and temperature"
+    return Assumed(Acceptance().by_rank(), source)
 
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
@@ -198,11 +190,9 @@ def _parsed(text: str) -> np.ndarray:
     except ValueError:
         by_rank = np.array([np.nan])
     # Every comparison with NaN is false, so NaN is refused too.
-    if len(by_rank) > N_RANKS or not (
-        (by_rank >= 0).all() and by_rank.sum() <= 1 and (np.diff(by_rank) <= 0).all()
-    ):
+    is_valid = (by_rank >= 0).all() and by_rank.sum() <= 1 and (np.diff(by_rank) <= 0).all()
+    if len(by_rank) > N_RANKS or not is_valid:
         need = f"up to {N_RANKS} descending probabilities with a sum of at most 1"
-        raise SettingsError(
-            f"--acceptance {text!r}", need=need, change='write them like "0.8,0.1,0.05"'
-        )
+        change = 'write them like "0.8,0.1,0.05"'
+        raise SettingsError(f"--acceptance {text!r}", need=need, change=change)
     return np.pad(by_rank, (0, N_RANKS - len(by_rank)))

@@ -128,30 +128,22 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
     budget = machine.budget
     if over == "ram":
         if not budget.has_card:
-            raise SettingsError(
-                "--sweep ram", need="a GPU", have=machine.title, change="use --sweep memory"
-            )
+            change = "use --sweep memory"
+            raise SettingsError("--sweep ram", need="a GPU", have=machine.title, change=change)
         unit = "GiB of host memory"
         ram = _FIRST_RAM
         needed = sum((target.link or target).layer_nbytes)
         while less_margin(ram) < needed:
             ram *= 2
         sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
-        budgets = [
-            replace(budget, host=less_margin(int(nbytes)) // machine.ranks.n_parts)
-            for nbytes in sizes
-        ]
+        n_parts = machine.ranks.n_parts
+        budgets = [replace(budget, host=less_margin(int(n)) // n_parts) for n in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
         fixed = reserved_memory(
-            target,
-            draft,
-            target.dtype,
-            budget.has_card,
-            context,
-            config.tree_size or 8,
+            target, draft, target.dtype, budget.has_card, context, config.tree_size or 8,
             config.max_num_seqs,
-        )
+        )  # fmt: skip
         least = least_budget(target.layer_nbytes, fixed)
         resident = fixed.total + sum(target.layer_nbytes)
         unit = "GiB of device memory"
@@ -183,10 +175,8 @@ def by_format(
             requests["draft model"] = replace(request, models=(sizes, draft))
         if is_plain(sizes) and sizes.spec.supports_self_draft:
             config = replace(request.config, drafter=SELF, draft_model=None, draft_quantize="auto")
-            models = (sizes, copies(sizes))
-            requests[SELF] = replace(
-                request, config=config, models=models, acceptance=self_acceptance
-            )
+            drafted = replace(request, config=config, models=(sizes, copies(sizes)))
+            requests[SELF] = replace(drafted, acceptance=self_acceptance)
         forecasts[name] = {
             drafter: predict_if_it_fits(variant, machine) for drafter, variant in requests.items()
         }

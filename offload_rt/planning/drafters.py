@@ -1,6 +1,7 @@
 """Drafters that are published for a target: their shapes, acceptance and forecasts."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,19 +80,19 @@ class PublishedDrafter:
         """Return the sizes of the drafter; None without a published shape."""
         if self.name in KNOWN:
             return sizes_of(self.name, None, EngineConfig(self.name))
-        if self.drafter == "mtp":
-            head = parse_head(None, target.spec)
-        else:
-            head = parse_head(self._config(target.spec), target.spec) if self.shape else None
+        if self.drafter != "mtp" and not self.shape:
+            return None
+        config = None if self.drafter == "mtp" else self._config(target.spec)
+        head = parse_head(config, target.spec)
         return None if head is None else Sizes.of_spec(head, target.dtype)
 
     def figure(self, temperature: float) -> dict[str, Any] | None:
         """Return the figure at the nearest temperature; None without figures."""
-        return min(
-            self.figures,
-            key=lambda figure: abs(figure["temperature"] - temperature),
-            default=None,
-        )
+
+        def distance(figure: dict[str, Any]) -> float:
+            return abs(float(figure["temperature"]) - temperature)
+
+        return min(self.figures, key=distance, default=None)
 
     def acceptance(self, temperature: float) -> Assumed | None:
         """Return the published acceptance at the nearest temperature; None without."""
@@ -177,18 +178,14 @@ def compare(
             choices.append(RankedDrafter(entry.drafter, entry.name, nbytes, None, reason))
             continue
         names = (entry.drafter, entry.name)
-        depth = None
+        figure = entry.figure(temperature)
         # Publications say nothing about heads beyond the depth of their trees.
-        if (figure := entry.figure(temperature)) and sizes.spec.taps:
-            depth = figure["n_levels"]
+        depth = figure["n_levels"] if figure and sizes.spec.taps else None
         choices.append(_choice(plain, machine, names, sizes, acceptance, depth))
     if draft is not None and not draft.stand_in and not draft.spec.taps:
-        name = request.config.draft_model or ""
-        names = (request.config.drafter, name)
+        names = (request.config.drafter, request.config.draft_model or "")
         choices.append(_choice(plain, machine, names, draft, request.acceptance))
-    fitting = [choice for choice in choices if choice.forecast]
-    rest = [choice for choice in choices if not choice.forecast]
-    return (*sorted(fitting, key=_seconds), *rest)
+    return tuple(sorted(choices, key=_seconds))
 
 
 def _choice(
@@ -219,12 +216,10 @@ def _guessed(plain: PlanRequest, drafter: str, temperature: float) -> Assumed:
 def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> RankedDrafter:
     target = plain.models[0]
     if not target.spec.supports_self_draft or not is_plain(target):
-        reason = "needs unquantised weights of a native family"
-        return RankedDrafter(SELF, "", 0, None, reason)
+        return RankedDrafter(SELF, "", 0, None, "needs unquantised weights of a native family")
     acceptance = _guessed(plain, SELF, temperature)
     return _choice(plain, machine, (SELF, ""), copies(target), acceptance)
 
 
 def _seconds(choice: RankedDrafter) -> float:
-    assert choice.forecast is not None, "filtered"
-    return choice.forecast.run.seconds_per_token
+    return choice.forecast.run.seconds_per_token if choice.forecast else math.inf

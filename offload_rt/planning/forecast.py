@@ -306,10 +306,8 @@ class Forecast:
     @property
     def link_s(self) -> dict[str, float]:
         """Busy seconds of each link per pass."""
-        return {
-            name: transfer_s(nbytes, dict(self.machine.links)[name])
-            for name, nbytes in self.moved.items()
-        }
+        rates = dict(self.machine.links)
+        return {name: transfer_s(nbytes, rates[name]) for name, nbytes in self.moved.items()}
 
     @property
     def busy(self) -> dict[str, float]:
@@ -324,9 +322,8 @@ class Forecast:
         drafting = "drafting and " if self.draft_s > self.compute_s / 4 else ""
         names = {"host": "the host-to-card link", "disk": "the disk"}
         shares = {names[name]: seconds for name, seconds in self.link_s.items()}
-        shares[f"{drafting}the device's {resource}"] = (
-            self.draft_s + self.compute_s - self.exchange_s
-        )
+        device_s = self.draft_s + self.compute_s - self.exchange_s
+        shares[f"{drafting}the device's {resource}"] = device_s
         if self.exchange_s:
             shares["the exchange between ranks"] = self.exchange_s
         slowest, *faster = sorted(shares, key=lambda name: shares[name], reverse=True)
@@ -351,12 +348,8 @@ def predict(
         def fit(draft: Sizes | None, config: EngineConfig) -> MemoryPlan:
             return plan_memory(config, drafting, (target, draft), target.dtype, machine.budget)
 
-        can_round = (
-            draft is not None
-            and not draft.stand_in
-            and is_plain(draft)
-            and (machine.ranks.n == 1 or config.draft_quantize != "auto")
-        )
+        is_alone = machine.ranks.n == 1 or config.draft_quantize != "auto"
+        can_round = draft is not None and not draft.stand_in and is_plain(draft) and is_alone
         draft, fitted = plan_draft(config, draft, can_round, machine.budget.has_card, fit)
         request = replace(request, models=(target, draft))
         run = fitted, fitted.plan.pass_bytes
@@ -377,7 +370,6 @@ def predict(
     kept_tokens = 1.0 if draft is None else KEPT_TOKENS[draft.rounding]
     tokens_ratio = kept_tokens * request.acceptance.dynamic_ratio
     topology = select_topology(cost, costs, by_rank, _limits(request, fitted, costs), context)
-    draft_s = costs.draft_s(topology, context)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
         request=request,
@@ -387,7 +379,7 @@ def predict(
         run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio),
         single=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
         moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
-        draft_s=draft_s,
+        draft_s=costs.draft_s(topology, context),
         compute_s=compute_s,
         row_s=row_s,
         exchange_s=machine.ranks.exchange_s(target.spec, itemsize, len(topology)),

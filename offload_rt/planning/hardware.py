@@ -116,7 +116,6 @@ def parse_rate(text: str, flag: str) -> float:
     except SettingsError:
         rate = 0.0
     if rate <= 0:
-        raise SettingsError(
-            f"{flag} is {text!r}", need="a rate", change='write it like "7GB/s" or "800MB/s"'
-        )
+        change = 'write it like "7GB/s" or "800MB/s"'
+        raise SettingsError(f"{flag} is {text!r}", need="a rate", change=change)
     return rate

@@ -100,17 +100,22 @@ def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> Memo
         return memory_budget(replace(config, host_memory=ram), device)
     available = less_margin(parse_size(ram))
     if (config.device_nbytes or 0) > available:
+        problem = f"--device-memory={config.device_memory}"
         need = f"at most {format_size(available)} of {ram}"
-        raise CapacityError(
-            f"--device-memory={config.device_memory}", need=need, change="lower it, or raise --ram"
-        )
+        raise CapacityError(problem, need=need, change="lower it, or raise --ram")
     return MemoryBudget(config.device_nbytes or available)
 
 
 @torch.inference_mode()
 def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = None) -> Roof:
     """Measure products of a plain or quantised matrix with increasing rows, for a second or two."""
-    weights = _plain_weights(dtype, device) if matrix is None else _coded_weights(matrix, dtype)
+    if matrix is None:
+        height = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS
+        # Repeat a single row: generating a random matrix is slower than all products.
+        row = torch.randn(1, _N_COLUMNS, device=device).to(dtype.torch)
+        weights: list[Weight] = [row.expand(height, _N_COLUMNS).contiguous()]
+    else:
+        weights = _coded_weights(matrix, dtype)
     n_weights = sum(math.prod(weight.shape) for weight in weights)
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
@@ -123,13 +128,6 @@ def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = Non
     n_rows, seconds = products[-1]
     roof = Roof(2 * n_rows / seconds, dtype.itemsize / products[0][1], products=tuple(products))
     return roof.on_card() if device.type == "cuda" else roof
-
-
-def _plain_weights(dtype: DType, device: torch.device) -> list[Weight]:
-    shape = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS, _N_COLUMNS
-    # Repeat a single row: generating a random matrix is slower than all products.
-    row = torch.randn(1, _N_COLUMNS, device=device).to(dtype.torch)
-    return [row.expand(shape).contiguous()]
 
 
 def _coded_weights(matrix: Matrix, dtype: DType) -> list[Weight]:

@@ -56,12 +56,8 @@ class Parallelism:
         division  the boolean fields, except `via_link`
         """
         through_host = _LINK_SHARE * link_gbps / (2 if division.get("shared_link") else 1)
-        return cls(
-            n,
-            gbps or _NVLINK_SHARE * card.nvlink_gbps or through_host,
-            not (gbps or card.nvlink_gbps),
-            **division,
-        )
+        rate = gbps or _NVLINK_SHARE * card.nvlink_gbps
+        return cls(n, rate or through_host, not rate, **division)
 
     @property
     def source(self) -> str:
@@ -97,15 +93,9 @@ class Parallelism:
             nbytes * n_part // n_whole
             for nbytes, (n_part, n_whole) in zip(sizes.layer_nbytes, shares, strict=True)
         )
-        n_part = n_weights(part.non_layer_tensors())
-        n_whole = n_weights(spec.non_layer_tensors())
-        return replace(
-            sizes,
-            spec=part,
-            layer_nbytes=layers,
-            divided=None,
-            non_layer_nbytes=sizes.non_layer_nbytes * n_part // n_whole,
-        )
+        n_part, n_whole = (n_weights(model.non_layer_tensors()) for model in (part, spec))
+        rest = sizes.non_layer_nbytes * n_part // n_whole
+        return replace(sizes, spec=part, layer_nbytes=layers, divided=None, non_layer_nbytes=rest)
 
     def with_part_of_head(self, spec: Architecture) -> Architecture:
         """Return the architecture with a rank's shard of embedding and head."""

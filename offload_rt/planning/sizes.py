@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,16 @@ def find_models(config: EngineConfig) -> tuple[Sizes, Sizes | None]:
     SettingsError for a draft that does not match the target.
     """
     target = sizes_of(config.model, config.revision, config)
-    if config.draft_model is None:
-        head = (
-            parse_head(None, target.spec)
-            if target.spec.supports_mtp and config.drafter == "auto"
-            else None
-        )
-        return target, None if head is None else Sizes.of_spec(head, target.dtype)
-    raw = _config_of(config.draft_model, None, config.offline)
+    raw = None
+    if config.draft_model is not None:
+        raw = _config_of(config.draft_model, None, config.offline)
+    elif not target.spec.supports_mtp or config.drafter != "auto":
+        return target, None
     head = parse_head(raw, target.spec)
     if head is not None:
         return target, Sizes.of_spec(head, target.dtype)
+    if config.draft_model is None:
+        return target, None
     draft = sizes_of(config.draft_model, None, replace(config, dtype="auto"))
     check_pair(target.spec, draft.spec, (None, None))
     return target, draft
@@ -79,9 +78,8 @@ def sizes_of(name: str, revision: str | None, config: EngineConfig) -> Sizes:
         return _mxfp4(sizes)
     if stored is not None and is_plain(sizes):
         problem = f"{name}: the config does not list the quantised weights"
-        raise UnsupportedModelError(
-            problem, change="download the model, or plan for the unquantised original"
-        )
+        change = "download the model, or plan for the unquantised original"
+        raise UnsupportedModelError(problem, change=change)
     return sizes
 
 
@@ -89,13 +87,10 @@ def _config_of(name: str, revision: str | None, offline: bool) -> dict[str, Any]
     """Return a model's config; built in for a publisher's hub id that the hub cache lacks."""
     known = known_name(name)
     if known is None and "/" not in name and not Path(name).exists():
-        need = (
-            "a config.json, its directory, a GGUF file, a hub id like org/name, or a built-in shape"
-        )
-        close = get_close_matches(name.lower(), KNOWN)
-        change = (
-            f"did you mean {', '.join(close)}?" if close else "`offload-rt plan --list` prints all"
-        )
+        places = "a config.json, its directory, a GGUF file, a hub id like org/name"
+        close = ", ".join(get_close_matches(name.lower(), KNOWN))
+        change = f"did you mean {close}?" if close else "`offload-rt plan --list` prints all"
+        need = f"{places}, or a built-in shape"
         raise CheckpointError(f"no model called {name}", need=need, change=change)
     if known is None or revision is not None:
         return find_config(name, revision, offline)
@@ -167,11 +162,8 @@ def _check_plain(sizes: Sizes, flag: str) -> None:
 
 def decoded_nbytes(sizes: Sizes, layers: Iterable[bool] = repeat(True)) -> int:
     """Return the bytes of the selected layers in the dtype of the computation."""
-    chosen = zip(range(sizes.spec.n_layers), layers, strict=False)
-    return (
-        sum(layer_weights(sizes.spec, i) for i, is_chosen in chosen if is_chosen)
-        * sizes.dtype.itemsize
-    )
+    chosen = compress(range(sizes.spec.n_layers), layers)
+    return sum(layer_weights(sizes.spec, i) for i in chosen) * sizes.dtype.itemsize
 
 
 def lossless(sizes: Sizes, on_card: bool) -> Sizes:
@@ -197,12 +189,9 @@ def formats(sizes: Sizes, on_card: bool) -> dict[str, Sizes]:
     name = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}[sizes.dtype]
     plain = replace(sizes, link=None)
     quantised = {"fp8, blocks 128x128": _FP8, "int4, groups of 128": _INT4}
-    # Only layers are quantised. Embedding and head may be a rank's shard.
-    by_format = {
-        key: replace(
-            Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config)),
-            non_layer_nbytes=sizes.non_layer_nbytes,
-        )
-        for key, config in quantised.items()
-    }
-    return {name: plain, "lossless": lossless(plain, on_card), **by_format}
+    by_format = {name: plain, "lossless": lossless(plain, on_card)}
+    for key, config in quantised.items():
+        # Only layers are quantised. Embedding and head may be a rank's shard.
+        layers = Sizes.of_spec(sizes.spec, sizes.dtype, format_of(config))
+        by_format[key] = replace(layers, non_layer_nbytes=sizes.non_layer_nbytes)
+    return by_format

@@ -194,12 +194,12 @@ def assemble(
         name: stored[part.name].rows(part.first, part.n_rows) if part.n_rows else stored[part.name]
         for name, part in parts.items()
     }
-    layers = (
+    layers = tuple(
         stored_block(weight_format, spec.layer_tensors(i), Source(tensors, spec.layer_prefix(i)))
         for i in range(spec.n_layers)
     )
     rest = stored_block(weight_format, spec.non_layer_tensors(), Source(tensors))
-    checkpoint = Checkpoint(path, spec, weight_format, tuple(layers), rest, config, tensors)
+    checkpoint = Checkpoint(path, spec, weight_format, layers, rest, config, tensors)
     expected = {(record.name, record.start) for record in checkpoint.records}
     for name, record in tensors.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)

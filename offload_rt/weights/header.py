@@ -82,16 +82,14 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except (SafetensorError, ValueError, struct.error) as error:
-        raise CheckpointError(
-            f"{path.name} is damaged or not a safetensors file: {error}", change="download it again"
-        ) from error
+        problem = f"{path.name} is damaged or not a safetensors file: {error}"
+        raise CheckpointError(problem, change="download it again") from error
     header.pop("__metadata__", None)
     records = {}
     for name, entry in header.items():
         start, stop = (8 + n_header + offset for offset in entry["data_offsets"])
-        records[name] = TensorRecord(
-            name, entry["dtype"], tuple(entry["shape"]), path, start, stop, name, stamp
-        )
+        shape = tuple(entry["shape"])
+        records[name] = TensorRecord(name, entry["dtype"], shape, path, start, stop, name, stamp)
     return records
 
 
@@ -101,11 +99,8 @@ def header_of(records: Iterable[TensorRecord]) -> bytes:
     start = 0
     for record in records:
         stop = start + record.nbytes
-        header[record.name] = {
-            "dtype": record.dtype,
-            "shape": record.shape,
-            "data_offsets": (start, stop),
-        }
+        entry = {"dtype": record.dtype, "shape": record.shape, "data_offsets": (start, stop)}
+        header[record.name] = entry
         start = stop
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % _ALIGNMENT)

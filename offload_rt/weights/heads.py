@@ -43,10 +43,9 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
         offsets = Source(stored).read(StoredTensor("d2t", (head.n_tokens,), DType.INT64))
         tokens = offsets + torch.arange(head.n_tokens)
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < head.vocab_size:
+            problem = "tensor 'd2t' leads out of the vocabulary"
             need = f"tokens below {head.vocab_size}"
-            raise CheckpointError(
-                "tensor 'd2t' leads out of the vocabulary", need=need, change=OTHER_CONFIG
-            )
+            raise CheckpointError(problem, need=need, change=OTHER_CONFIG)
         head = replace(head, token_ids=tokens)
     weight_format = format_of(config.get("quantization_config"))
     return assemble(directory, config, head, weight_format, stored)
@@ -55,16 +54,13 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
 def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
     """Refuse a head whose config names another architecture than the target's."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    configs = target.config, verifier
     target_name, head_name = (
-        next(iter(names or ()), None)
-        for names in (target.config.get("architectures"), verifier.get("architectures"))
+        next(iter(config.get("architectures") or ()), "") for config in configs
     )
     # Models with and without other modalities differ in the rest of the name.
-    if (
-        target_name
-        and head_name
-        and target_name.partition("For")[0] != head_name.partition("For")[0]
-    ):
+    target_kind, head_kind = (name.partition("For")[0] for name in (target_name, head_name))
+    if target_kind and head_kind and target_kind != head_kind:
         raise target_mismatch("target", head_name, target_name)
 
 
@@ -74,12 +70,10 @@ def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
         return None
     spec = target.spec
     stored = tensors_of(directory)
-    present = (
-        layout
-        for layout in MTP_LAYOUTS
-        if f"{layout.for_target(spec.n_layers).hidden_norm}.weight" in stored
-    )
-    layout = next(present, None)
+    norms = {
+        f"{layout.for_target(spec.n_layers).hidden_norm}.weight": layout for layout in MTP_LAYOUTS
+    }
+    layout = next((norms[name] for name in norms if name in stored), None)
     if layout is None or not spec.supports_mtp:
         return None
     config = read_config(directory)

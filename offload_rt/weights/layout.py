@@ -115,27 +115,23 @@ class BlockRecord:
         """Return the block of the tensors that `keep` accepts, with complete matrices only."""
         tensors = tuple(filter(keep, self.tensors))
         keys = {record.key for record in tensors}
-        return BlockRecord(
-            tensors,
-            {
-                module: matrix
-                for module, matrix in self.matrices.items()
-                if keys.issuperset(tensor.name for tensor in matrix.tensors)
-            },
-        )
+        matrices = {
+            module: matrix
+            for module, matrix in self.matrices.items()
+            if keys.issuperset(tensor.name for tensor in matrix.tensors)
+        }
+        return BlockRecord(tensors, matrices)
 
     def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
         """Return the bytes of the largest temporary copy for compute in `dtype`."""
         coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
-        plain = (
-            StoredTensor(record.key, record.shape, record.stored_dtype()).scratch_nbytes(
-                dtype, has_card
-            )
+        parts: list[StoredTensor | Matrix] = [
+            StoredTensor(record.key, record.shape, record.stored_dtype())
             for record in self.tensors
             if record.key not in coded
-        )
-        quantised = (matrix.scratch_nbytes(dtype, has_card) for matrix in self.matrices.values())
-        return max((*plain, *quantised), default=0)
+        ]
+        parts += self.matrices.values()
+        return max((part.scratch_nbytes(dtype, has_card) for part in parts), default=0)
 
 
 @dataclass(frozen=True)
@@ -173,14 +169,9 @@ def host_block(nbytes: int) -> "Tensor":
     import torch  # not at the top: a plan lays out blocks without memory
 
     # Private: shared memory uses huge pages only if the system's owner enabled them.
-    pages = mmap.mmap(
-        -1, align_up(max(nbytes, 1), PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, align_up(max(nbytes, 1), PAGE), flags=flags)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             pages.madvise(getattr(mmap, advice))
-    return (
-        torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
-        if nbytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]

@@ -116,12 +116,8 @@ class QuantizedMatrix(Matrix):
         is_plain = self.packing.order in ("plain", "rows") and not (self.zeros or self.groups)
         step = self.packing.block[1]
         is_even = self.shape[1] % 32 == 0 and (step % 32 == 0 or step >= self.shape[1])
-        return (
-            is_plain
-            and is_even
-            and self.packing.bits == 8
-            and self.codes.dtype != DType.FLOAT8_E4M3FN
-        )
+        is_int8 = self.packing.bits == 8 and self.codes.dtype != DType.FLOAT8_E4M3FN
+        return is_plain and is_even and is_int8
 
     def n_coded_rows(self, dtype: DType) -> float:
         """See `Matrix.n_coded_rows`."""
@@ -146,10 +142,7 @@ class QuantizedMatrix(Matrix):
         scales = tensors[self.scales.name]
         if self.nested is not None:
             scales = self.nested.decode(scales, tensors)
-        if self.product is not None:
-            product = self.product.torch
-        else:
-            product = torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype
+        product = torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype
         return CodedMatrix(
             self.shape,
             self.packing,
@@ -157,5 +150,5 @@ class QuantizedMatrix(Matrix):
             scales.view(grid),
             None if self.zeros is None else self.zeros.codes(tensors),
             None if self.groups is None else tensors[self.groups.name],
-            product,
+            product if self.product is None else self.product.torch,
         )

@@ -50,11 +50,8 @@ class QuantizedFormat(WeightFormat):
         """See `WeightFormat.is_unused`."""
         kind = name.rpartition(".")[2]
         record = source.find(name)
-        if (
-            kind not in self.unused_zeros
-            or record is None
-            or record.stop - record.start > _MOST_ZEROS
-        ):
+        is_read = record is not None and record.stop - record.start <= _MOST_ZEROS
+        if kind not in self.unused_zeros or record is None or not is_read:
             return kind in self.unused
         if record.stamp is None:  # of a header on the hub
             return True
@@ -75,6 +72,11 @@ def refuse(problem: str, need: str = "") -> UnsupportedModelError:
 def has_method(name: str) -> Callable[[object], bool]:
     """Return the `matches` of a format: whether a quantization_config has this quant_method."""
     return lambda config: isinstance(config, dict) and config.get("quant_method") == name
+
+
+def is_table_of_tables(value: object) -> bool:
+    """Return whether a value of a config is a table whose values are tables."""
+    return isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], default: object) -> tuple[str, Any]:
@@ -102,12 +104,9 @@ def group_size(config: Mapping[str, Any], names: tuple[str, ...], default: int) 
 
 def two_numbers(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Return a pair of positive numbers; raises UnsupportedModelError for other values."""
-    value = config.get(name)
-    if not (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(number) is int and number > 0 for number in value)
-    ):
+    value: Any = config.get(name)
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(type(number) is int and number > 0 for number in value):
         raise refuse(f"{name} is {value!r}", need="two positive numbers")
     return value[0], value[1]
 

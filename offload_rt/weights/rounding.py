@@ -55,11 +55,10 @@ def rounded(layer: PackedLayer, rounding: str, device: torch.device) -> PackedLa
     import torch  # not at the top: a plan asks for the layout alone
 
     layout = rounded_layout(layer.layout.tensors, rounding)
-    block = (
-        torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        if device.type == "cuda"
-        else host_block(layout.nbytes)
-    )
+    if device.type == "cuda":
+        block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    else:
+        block = host_block(layout.nbytes)
     targets = layout.views(block)
     for name, tensor in layer.layout.views(layer.block).items():
         if name in targets:

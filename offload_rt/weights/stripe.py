@@ -68,9 +68,8 @@ def divide(records: Iterable[TensorRecord], gbps: Sequence[float]) -> list[list[
             loads[disk] = ends[disk]
             shares[disk].append(record)
     if not all(shares):
-        raise CheckpointError(
-            "the checkpoint has fewer tensors than --stripe has disks", change="name fewer folders"
-        )
+        problem = "the checkpoint has fewer tensors than --stripe has disks"
+        raise CheckpointError(problem, change="name fewer folders")
     return shares
 
 
@@ -98,9 +97,8 @@ def _write(path: Path, records: Sequence[TensorRecord]) -> Iterable[int]:
                     while at < record.stop:
                         n = os.sendfile(file.fileno(), source.fileno(), at, record.stop - at)
                         if n == 0:
-                            raise CheckpointError(
-                                f"{record.path} ends at byte {at}", change="download it again"
-                            )
+                            problem = f"{record.path} ends at byte {at}"
+                            raise CheckpointError(problem, change="download it again")
                         at += n
                         yield n
             os.fsync(file.fileno())

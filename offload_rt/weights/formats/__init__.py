@@ -61,11 +61,9 @@ def format_of(quantization_config: object) -> WeightFormat:
         if module.matches(quantization_config):
             weight_format: WeightFormat = module.Format(quantization_config)
             return weight_format
-    method = (
-        quantization_config.get("quant_method")
-        if isinstance(quantization_config, dict)
-        else quantization_config
-    )
+    method = quantization_config
+    if isinstance(quantization_config, dict):
+        method = quantization_config.get("quant_method")
     raise config_error(
         f"key 'quantization_config' of quant_method {method!r} is not understood",
         have=", ".join(names),

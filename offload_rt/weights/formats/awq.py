@@ -17,17 +17,15 @@ class Format(quantized.QuantizedFormat):
     name = "awq"
     unused_zeros = frozenset({"bias"})
 
-    def __init__(self, quantization_config: dict[str, Any]) -> None:
-        quantized.setting(quantization_config, ("bits", "w_bit"), 4, (4,))
-        version = quantization_config.get("version") or "gemm"
+    def __init__(self, config: dict[str, Any]) -> None:
+        quantized.setting(config, ("bits", "w_bit"), 4, (4,))
+        version = config.get("version") or "gemm"
         if not isinstance(version, str) or version.lower() != "gemm":
             raise quantized.refuse(f"version {version!r} is not understood", need="gemm")
-        if quantization_config.get("backend") == "llm-awq":
+        if config.get("backend") == "llm-awq":
             raise quantized.refuse("backend 'llm-awq' packs in another order", need="autoawq")
-        self._size = quantized.group_size(quantization_config, ("group_size", "q_group_size"), 128)
-        self._has_zeros = quantized.setting(
-            quantization_config, ("zero_point",), True, (False, True)
-        )
+        self._size = quantized.group_size(config, ("group_size", "q_group_size"), 128)
+        self._has_zeros = quantized.setting(config, ("zero_point",), True, (False, True))
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:

@@ -24,13 +24,11 @@ class Format(quantized.QuantizedFormat):
     name = "bitsandbytes"
     unused = frozenset({"quant_map", "bitsandbytes__nf4"})
 
-    def __init__(self, quantization_config: dict[str, Any]) -> None:
-        if not quantized.setting(
-            quantization_config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)
-        ):
+    def __init__(self, config: dict[str, Any]) -> None:
+        if not quantized.setting(config, ("load_in_4bit", "_load_in_4bit"), False, (False, True)):
             raise quantized.refuse("only load_in_4bit is understood")
-        quantized.setting(quantization_config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
-        quantized.setting(quantization_config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
+        quantized.setting(config, ("bnb_4bit_quant_type",), "fp4", ("nf4",))
+        quantized.setting(config, ("bnb_4bit_quant_storage",), "uint8", ("uint8",))
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -81,21 +79,15 @@ def _check_table(source: Source, name: str) -> None:
 def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """Read the quantisation state of a matrix; raises CheckpointError if damaged or mismatched."""
     record = source.find(name)
-    length = (
-        record.shape
-        if record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST
-        else (0,)
-    )
+    is_short = record is not None and len(record.shape) == 1 and record.shape[0] < _LONGEST
+    length = record.shape if record is not None and is_short else (0,)
     content = bytes(source.read(StoredTensor(name, length, DType.UINT8)).tolist())
     try:
         state = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"tensor {source.prefix + name!r} is not JSON ({error})") from error
-    if (
-        not isinstance(state, dict)
-        or state.get("quant_type") != "nf4"
-        or state.get("shape") != list(shape)
-    ):
+    expected = {"quant_type": "nf4", "shape": list(shape)}
+    if not isinstance(state, dict) or state | expected != state:
         problem = f"tensor {source.prefix + name!r} tells of another matrix"
         raise CheckpointError(problem, need=f"nf4 of shape {list(shape)}", change=OTHER_CONFIG)
     return state

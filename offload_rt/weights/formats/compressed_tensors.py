@@ -48,10 +48,8 @@ class _Scheme:
         """Return the precision of a match: 3 name, 2 regular expression, 1 class, 0 no match."""
         if module in self.targets:
             return 3
-        if any(
-            target.startswith("re:") and quantized.matches_pattern(target[3:], module)
-            for target in self.targets
-        ):
+        patterns = (target[3:] for target in self.targets if target.startswith("re:"))
+        if any(quantized.matches_pattern(pattern, module) for pattern in patterns):
             return 2
         return int(("Embedding" if module.endswith("embed_tokens") else "Linear") in self.targets)
 
@@ -68,19 +66,15 @@ class Format(quantized.QuantizedFormat):
     })  # fmt: skip
     unused_zeros = frozenset({"weight_zero_point"})
 
-    def __init__(self, quantization_config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         for key in ("sparsity_config", "transform_config"):
-            value = quantization_config.get(key)
+            value = config.get(key)
             if value and not (isinstance(value, dict) and value.get("format") == "dense"):
                 raise quantized.refuse(f"{key} is not understood")
-        groups = quantization_config.get("config_groups")
-        if (
-            not isinstance(groups, dict)
-            or not groups
-            or not all(isinstance(group, dict) for group in groups.values())
-        ):
+        groups = config.get("config_groups")
+        if not (groups and quantized.is_table_of_tables(groups)):
             raise quantized.refuse("config_groups is missing or no table of tables")
-        overall = quantization_config.get("format")
+        overall = config.get("format")
         self._schemes = [
             _scheme(group, group.get("format") or overall)
             for group in groups.values()
@@ -90,7 +84,7 @@ class Format(quantized.QuantizedFormat):
         finer = []
         if any(group.get(key) for group in groups.values() for key in keys):
             finer.append("activations")
-        if quantization_config.get("kv_cache_scheme"):
+        if config.get("kv_cache_scheme"):
             finer.append("keys and values")
         super().__init__(notice=quantized.finer_notice(finer))
 
@@ -115,13 +109,8 @@ class Format(quantized.QuantizedFormat):
         codes = StoredTensor(f"{module}.weight", shape, dtype)
         zeros = StoredTensor(f"{module}.weight_zero_point", scales.shape, DType.INT8)
         packing = Packing("plain", 8, block)
-        return QuantizedMatrix(
-            shape,
-            codes,
-            packing,
-            scales,
-            None if scheme.is_symmetric else ZeroPoints(zeros, "plain"),
-        )
+        points = None if scheme.is_symmetric else ZeroPoints(zeros, "plain")
+        return QuantizedMatrix(shape, codes, packing, scales, points)
 
     def _scheme_of(self, module: str) -> _Scheme | None:
         """Return the scheme with the most precise match; a single scheme matches every module."""
@@ -147,14 +136,9 @@ def _packed(
     words = Packing("columns", scheme.bits, block).code_shape(shape[0], n_groups)
     zeros = StoredTensor(f"{module}.weight_zero_point", words, DType.INT32)
     groups = StoredTensor(f"{module}.weight_g_idx", shape[1:], DType.INT32)
-    return QuantizedMatrix(
-        shape,
-        codes,
-        packing,
-        scales,
-        None if scheme.is_symmetric else ZeroPoints(zeros, "columns"),
-        quantized.nontrivial_groups(source, groups, block[1], n_groups),
-    )
+    points = None if scheme.is_symmetric else ZeroPoints(zeros, "columns")
+    order = quantized.nontrivial_groups(source, groups, block[1], n_groups)
+    return QuantizedMatrix(shape, codes, packing, scales, points, order)
 
 
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
@@ -180,15 +164,13 @@ def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise quantized.refuse("targets of a group are no list of names")
     if not isinstance(format, str) or format not in _ALLOWED:
-        raise quantized.refuse(
-            f"format {format!r} is not understood", need="one of " + ", ".join(_ALLOWED)
-        )
+        need = "one of " + ", ".join(_ALLOWED)
+        raise quantized.refuse(f"format {format!r} is not understood", need=need)
     types, all_bits, strategies = _ALLOWED[format]
     quantized.setting(weights, ("dynamic",), False, (False,))
     is_float = quantized.setting(weights, ("type",), "int", types) == "float"
-    symmetric = quantized.setting(
-        weights, ("symmetric",), True, (True,) if is_float else (True, False)
-    )
+    choices = (True,) if is_float else (True, False)
+    symmetric = quantized.setting(weights, ("symmetric",), True, choices)
     bits = quantized.setting(weights, ("num_bits",), 8, all_bits)
     return _Scheme(tuple(targets), format, bits, is_float, symmetric, _block(weights, strategies))
 

@@ -17,13 +17,13 @@ class Format(quantized.QuantizedFormat):
     name = "fp8"
     unused = frozenset({"input_scale", "activation_scale", "k_scale", "v_scale"})
 
-    def __init__(self, quantization_config: dict[str, Any]) -> None:
-        quantized.setting(quantization_config, ("fmt",), "e4m3", ("e4m3",))
+    def __init__(self, config: dict[str, Any]) -> None:
+        quantized.setting(config, ("fmt",), "e4m3", ("e4m3",))
         schemes = ("dynamic", "static")
-        quantized.setting(quantization_config, ("activation_scheme",), "dynamic", schemes)
+        quantized.setting(config, ("activation_scheme",), "dynamic", schemes)
         name = "weight_block_size"
-        has_block = quantization_config.get(name) is not None
-        self._block = quantized.two_numbers(quantization_config, name) if has_block else None
+        has_block = config.get(name) is not None
+        self._block = quantized.two_numbers(config, name) if has_block else None
         super().__init__(notice=quantized.finer_notice(["activations"]))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:

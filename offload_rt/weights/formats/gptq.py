@@ -24,25 +24,21 @@ class Format(quantized.QuantizedFormat):
     unused = frozenset({"g_idx"})
     unused_zeros = frozenset({"bias"})
 
-    def __init__(self, quantization_config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         layouts = ("gptq", "gptq_v2")
-        layout = quantized.setting(
-            quantization_config, ("checkpoint_format", "format"), "gptq", layouts
-        )
-        if quantization_config.get("is_marlin_format"):
+        layout = quantized.setting(config, ("checkpoint_format", "format"), "gptq", layouts)
+        if config.get("is_marlin_format"):
             raise quantized.refuse(
                 "the marlin layout is not understood", need="one of " + ", ".join(layouts)
             )
-        quantized.setting(quantization_config, ("pack_dtype",), "int32", ("int32",))
+        quantized.setting(config, ("pack_dtype",), "int32", ("int32",))
         self._plus = 1 if layout == "gptq" else 0
-        self._config = quantization_config
-        self._overrides = quantization_config.get("dynamic") or {}
-        if not isinstance(self._overrides, dict) or not all(
-            isinstance(override, dict) for override in self._overrides.values()
-        ):
+        self._config = config
+        self._overrides = config.get("dynamic") or {}
+        if not quantized.is_table_of_tables(self._overrides):
             raise quantized.refuse("dynamic is no table of tables")
         for override in ({}, *self._overrides.values()):
-            _sizes({**quantization_config, **override})
+            _sizes({**config, **override})
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -55,21 +51,16 @@ class Format(quantized.QuantizedFormat):
         words = Packing("rows", bits, (1, 1)).code_shape(n_groups, n_out)
         zeros = StoredTensor(f"{module}.qzeros", words, DType.INT32)
         groups = StoredTensor(f"{module}.g_idx", (n_in,), DType.INT32)
-        return QuantizedMatrix(
-            shape,
-            codes,
-            packing,
-            StoredTensor(f"{module}.scales", (n_groups, n_out), None),
-            ZeroPoints(zeros, "rows", self._plus),
-            quantized.nontrivial_groups(source, groups, packing.block[0], n_groups),
-        )
+        scales = StoredTensor(f"{module}.scales", (n_groups, n_out), None)
+        points = ZeroPoints(zeros, "rows", self._plus)
+        order = quantized.nontrivial_groups(source, groups, packing.block[0], n_groups)
+        return QuantizedMatrix(shape, codes, packing, scales, points, order)
 
     def _config_of(self, module: str) -> Mapping[str, Any]:
         """Return the config of a module, with the first override of a matching pattern."""
-        for pattern, override in self._overrides.items():
-            if not pattern.startswith("-:") and quantized.matches_pattern(
-                pattern.removeprefix("+:"), module
-            ):
+        for name, override in self._overrides.items():
+            pattern = name.removeprefix("+:")
+            if not name.startswith("-:") and quantized.matches_pattern(pattern, module):
                 return {**self._config, **override}
         return self._config
 
