@@ -50,10 +50,7 @@ def select_topology(
     limits: DraftLimits,
     context: int,
 ) -> Topology:
-    """Select the tree with the least time per token; a single node if nothing can be drafted.
-
-    acceptance  (ranks,) acceptance probability by sibling rank
-    """
+    """Select the fastest tree by acceptance (ranks,); a single node if nothing can be drafted."""
     if limits.n_nodes == 1:
         return Topology.chain(1)
     table = search(acceptance, limits.n_nodes, limits.n_levels)

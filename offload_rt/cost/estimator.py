@@ -58,10 +58,7 @@ class CostEstimator:
         draft_s: np.ndarray | float = 0.0,
         n_sequences: int = 1,
     ) -> np.ndarray:
-        """Predict the seconds of a step for each number of rows of all sequences together.
-
-        context  tokens per sequence
-        """
+        """Predict the seconds of a step by rows of all sequences; `context` is per sequence."""
         return self._slack * pass_times(
             self.profile, self._moved, n_rows, context, draft_s, n_sequences
         )

@@ -64,10 +64,7 @@ class ComputeTimes:
         return np.array(self.seconds)
 
     def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
-        """Interpolate seconds linearly, and extrapolate beyond the largest measurements.
-
-        context  tokens per sequence
-        """
+        """Interpolate linearly, also beyond the largest measurements; `context` is per sequence."""
         least = min(context, self.contexts[0])
         if least == context:
             return self._at(n_rows, context)

@@ -152,10 +152,7 @@ class _Ratios:
 
 
 class Acceptance(_Ratios):
-    """Acceptance rate of a node's k-th child, given that the node is accepted.
-
-    first  prior acceptance of the first child
-    """
+    """Acceptance rate of an accepted node's k-th child; `first` is the prior of its first child."""
 
     N = N_RANKS
     n_seen = 0
@@ -188,10 +185,7 @@ class Acceptance(_Ratios):
 
 
 class Calibration(_Ratios):
-    """Calibration of draft probabilities: target choices per bin of probability.
-
-    `tries` sums the draft probabilities of a bin; `hits` counts the target's choices.
-    """
+    """Choices of the target (`hits`) per bin of draft probability, which `tries` sums."""
 
     EDGES = np.exp(
         -np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.4, 1.8, 2.3, 3.0, 4.0, 5.0, 6.5])

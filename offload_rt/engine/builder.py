@@ -99,10 +99,7 @@ def _load_models(
     progress: Progress | None,
     chunk_nbytes: int,
 ) -> tuple[Runner, Runner | None]:
-    """Load the target and the draft model.
-
-    The draft's passes are captured before the target's streamer starts to copy.
-    """
+    """Load both models; the draft's passes are captured before the target starts to copy."""
     target = spec.target
     plan = spec.plan
     settings = spec.files.disk.settings
@@ -147,13 +144,10 @@ def _gather_memory(nbytes: int, device: torch.device) -> None:
 
 def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimator:
     """Measure pass times; plain decoding needs none."""
-    memory = spec.memory
     moved = spec.pass_bytes
-    machine = (
-        MachineProfile((("disk", 1.0), ("host", 1.0)), 1.0)
-        if memory.limits.n_nodes == 1
-        else _machine(spec, runner)
-    )
+    machine = MachineProfile((("disk", 1.0), ("host", 1.0)), 1.0)
+    if spec.memory.limits.n_nodes > 1:
+        machine = _machine(spec, runner)
     host = None if runner.experts is None else runner.experts.host
     if moved.experts is not None and host is not None:
         host.is_on = True  # the pass times exclude the host's computation

@@ -67,10 +67,7 @@ def device_notice(asked: str, device: torch.device) -> str:
 
 
 def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) -> MemoryBudget:
-    """Return the budgets of the settings, or the free memory less a margin, per local rank.
-
-    Raises CapacityError for settings above the available memory.
-    """
+    """Return the budgets per local rank, as set or free; raises CapacityError for too much."""
     spare = less_margin(memory_free()) // n_local
     if device.type == "cpu":
         limit = memory_limit()

@@ -102,10 +102,7 @@ def _fastest(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
 def _cost_per_token(
     plans: Sequence[PlannedDraft], n_sequences: int, plain_nbytes: int
 ) -> list[float]:
-    """Return the time of each plan per expected token, in streamed bytes.
-
-    A fair draft model is assumed; saved memory may also serve larger trees.
-    """
+    """Return the time of each plan per expected token, in streamed bytes, for a fair draft."""
     limits = [plan.memory.limits for plan in plans]
     tokens = [1.0] * len(plans)
     if len({limit.n_nodes for limit in limits}) > 1:

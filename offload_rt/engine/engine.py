@@ -1,7 +1,4 @@
-"""The generation loop: draft, one pass over the weights, verify, commit.
-
-Plain decoding is a tree with one node.
-"""
+"""The generation loop: draft (one node in plain decoding), one pass, verify, commit."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -47,10 +47,7 @@ def measured_rates(
     device: torch.device,
     mirrors: Mirrors = NO_MIRRORS,
 ) -> LinkRates:
-    """Return the rates of this machine for the transfer of layers to a device.
-
-    The link is the disk, or on a GPU machine the faster link of the GPU.
-    """
+    """Return this machine's rates for layers to a device: of its disk, or a GPU's faster link."""
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     paths = checkpoint.layers[0].tensors[0].path, *mirrors.folders
     disk = " and ".join(str(path.stat().st_dev) for path in paths if path.exists())
@@ -87,10 +84,7 @@ def copy_chunk(device: torch.device) -> int:
 
 
 def chunk_rates(device: torch.device, nbytes: int = _COPY_NBYTES) -> dict[int, float]:
-    """Measure the GB/s of copies of pinned memory by chunk size, interleaved.
-
-    The last size copies all at once on one stream.
-    """
+    """Measure GB/s of pinned copies by chunk size, interleaved; the last size is one whole copy."""
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     copies = {size: CopyDevice(device, size) for size in (*_CHUNKS, nbytes)}
     seconds = {size: list[float]() for size in copies}

@@ -122,10 +122,7 @@ class Loader:
     def reader(
         self, files: DiskTier | SidecarTier, i: int, tier: str = "host"
     ) -> Callable[[], PackedLayer]:
-        """Allocate memory of the device or the host; return the function that reads block i.
-
-        Another thread may call the function. Device memory is allocated by the caller's thread.
-        """
+        """Allocate memory in this thread; return the function that reads block i in any thread."""
         layout = files.layout(i)
         if tier == "device" and self.device.type == "cuda":
             block = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)

@@ -13,11 +13,7 @@ from offload_rt.system.trace import DRAFT, VERIFY, Trace
 
 @dataclass(frozen=True)
 class PassLoad:
-    """Work of a pass.
-
-    context      largest number of cached tokens
-    has_prompt   some rows belong to a prompt: the pass says nothing about later passes
-    """
+    """Work of a pass, with the largest `context`; prompts say nothing about later passes."""
 
     n_rows: int
     context: int

@@ -104,7 +104,7 @@ class RequestBuilder:
     def build(
         self, prompt: Prompt, params: SamplingParams | None = None, allows_equal: bool = False
     ) -> Request:
-        """Build the sequences of a prompt, with consecutive seeds; greedy ones if `allows_equal`.
+        """Build a prompt's sequences, with consecutive seeds; greedy ones if `allows_equal`.
 
         Raises PromptError, CapacityError or SettingsError.
         """

@@ -159,9 +159,7 @@ class SequencePool:
         source, n = self._find_prefix(new.sequence)
         n_rows = new.n_rows
         tokens = new.sequence.cache_ids
-        takes_over = (
-            source is not None and source in self._kept and self._takes_over(new, source, n, later)
-        )
+        takes_over = source in self._kept and self._takes_over(new, source, n, later)
         self._kept.sort(key=lambda kept: kept is source)  # evicted last
         if takes_over:
             new.n_rows = max(n_rows, self._kept.pop().n_rows)
@@ -194,12 +192,9 @@ class SequencePool:
         has_logprobs = sequence.sampling.prompt_logprobs is not None
         needs_all_rows = has_logprobs or sequence.pooling is not None
         for running in () if needs_all_rows else (*self._running, *self._kept):
-            is_computed_next = running in self._running and self.prompt_seconds is None
-            n_cached = (
-                len(running.sequence.tokens) - 1
-                if is_computed_next
-                else self.runner.n_committed(running.cache)
-            )
+            n_cached = self.runner.n_committed(running.cache)
+            if running in self._running and self.prompt_seconds is None:
+                n_cached = len(running.sequence.tokens) - 1  # after the next pass
             n = n_shared(running.sequence.cache_ids[:n_cached], sequence.cache_ids[:-1])
             matches.append((running, n))
         return max(matches, key=itemgetter(1))

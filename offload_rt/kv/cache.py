@@ -4,6 +4,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -115,10 +116,7 @@ class KVCache(ABC):
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Commit pending rows, ascending.
-
-        Later rows stay pending if no row was moved; otherwise all uncommitted rows are dropped.
-        """
+        """Commit pending rows, ascending; later rows stay pending only if none was moved."""
         assert all(a < b for a, b in itertools.pairwise(rows)), "rows ascend"
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
         moved = [row - n_in_place for row in rows[n_in_place:]]
@@ -160,12 +158,8 @@ class KVBuffer:
     ) -> "KVBuffer":
         """Allocate uninitialised memory for layers of equal shape."""
         n_heads, *dims = shapes[0]
-        return cls(
-            *(
-                torch.empty(len(shapes), n_heads, capacity, dim, dtype=dtype, device=device)
-                for dim in dims
-            )
-        )
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        return cls(*(empty(len(shapes), n_heads, capacity, dim) for dim in dims))
 
     @property
     def capacity(self) -> int:
@@ -250,10 +244,7 @@ class ContiguousCache(KVCache):
         return self.buffer if self.leader is None and len(self._buffers) == 1 else None
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `KVCache.copy_prefix`: copies by layer in that pass, after the leader's attention.
-
-        Rows of a leader off the device are recomputed instead.
-        """
+        """Copy by layer in that pass, after the leader attended; recompute rows off the device."""
         if leader.buffer is not None:
             self.committed = tokens
             self.leader = leader

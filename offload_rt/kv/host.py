@@ -159,11 +159,8 @@ class HostCache(KVCache):
         """Yield keys, values and the number of the first row of all visible parts."""
         keys, values, shift = recent
         first = self.n_committed if self._staged is not None else self._n_offloaded
-        yield (
-            keys[:, first - shift : mask.n_keys - shift],
-            values[:, first - shift : mask.n_keys - shift],
-            first,
-        )
+        at = slice(first - shift, mask.n_keys - shift)
+        yield keys[:, at], values[:, at], first
         n_near = min(self._n_resident, self.n_committed)
         if n_near > self._first_seen(mask.window):
             yield self._buffer.keys[layer, :, :n_near], self._buffer.values[layer, :, :n_near], 0
@@ -270,10 +267,7 @@ class HostCache(KVCache):
         values = self._buffer.values[layer]
         n_offloaded = self._n_offloaded
         near = slice(tokens.start, min(tokens.stop, self._n_resident))
-        recent = slice(
-            max(tokens.start, n_offloaded) - self._shift,
-            max(tokens.stop, n_offloaded) - self._shift,
-        )
+        recent = slice(*(max(n, n_offloaded) - self._shift for n in (tokens.start, tokens.stop)))
         parts = [(keys[:, at], values[:, at]) for at in (near, recent)]
         ranges = self._ranges(layer, max(tokens.start, near.stop), min(tokens.stop, n_offloaded))
         if places := [place for _, place in ranges]:

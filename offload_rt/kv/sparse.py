@@ -45,10 +45,7 @@ class SparseCache(ContiguousCache):
 
     @abstractmethod
     def fill(self, n_verified: int, n_filled: int) -> int:
-        """Set `n_kept` and `first_recent`; return the new number of committed tokens.
-
-        Later tokens are recomputed.
-        """
+        """Set `n_kept` and `first_recent`; return how many tokens are not recomputed."""
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Copy new rows from the source; return the length of the common prefix with `tokens`."""

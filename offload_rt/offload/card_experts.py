@@ -23,10 +23,7 @@ from offload_rt.weights.layout import PackedLayer
 
 
 class CardExperts(ExpertCache):
-    """GPU expert cache over pinned host memory; copies share the layers' streams.
-
-    A block counts as present once its copy is enqueued: compute waits for the event on the device.
-    """
+    """GPU expert cache over pinned host memory. A block is present once its copy is enqueued."""
 
     def __init__(
         self, sizes: ExpertSizes, n_slots: int, tier: Tier, view: MakeWeights, link: CudaStreamer

@@ -148,10 +148,7 @@ class DiskTier:
 
 
 def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
-    """Read at least `need` bytes of a file from byte `start`; raises LinkError.
-
-    Direct if both are page-aligned.
-    """
+    """Read >= `need` bytes from byte `start`, directly if page-aligned; raises LinkError."""
     view = memoryview(into.numpy().data)
     n = 0
     while n < need:
@@ -245,12 +242,8 @@ def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_P
             )
             for first in range(0, record.n_pieces, n)
         ]
-    cuts = [
-        run.start,
-        *range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes),
-        run.stop,
-    ]
+    between = range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes)
     return [
         _Part(run.path, a, b - a, offset + a - run.start, phased)
-        for a, b in itertools.pairwise(cuts)
+        for a, b in itertools.pairwise((run.start, *between, run.stop))
     ]

@@ -23,10 +23,7 @@ Stamps = Mapping[Path, tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class Mirrors:
-    """Directories with copies of the files of `root`, at the same relative paths.
-
-    A file outside of `root`, e.g. of a sidecar, has its copy directly in each directory.
-    """
+    """Directories with copies of files: below `root` at equal paths, others at the top."""
 
     root: Path
     folders: tuple[Path, ...] = ()

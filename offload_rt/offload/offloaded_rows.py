@@ -122,10 +122,7 @@ class OffloadedRows(ABC):
 
 
 class HostRows(OffloadedRows):
-    """Rows in host memory of a GPU machine.
-
-    All planned blocks are pinned at the start, because pinning blocks the process for long.
-    """
+    """Rows in host memory of a GPU machine, pinned at the start: pinning blocks for long."""
 
     def __init__(
         self, split: KVSplit, n_layers: int, link: CudaStreamer, cpus: Cpus = frozenset()
@@ -178,10 +175,7 @@ class HostRows(OffloadedRows):
 
 
 class FileRows(OffloadedRows):
-    """Rows in an unnamed file, which the system deletes however the process ends.
-
-    Writes use the page cache; reads bypass it if the file system allows.
-    """
+    """Rows in an unnamed file: written through the page cache, read past it where possible."""
 
     def __init__(
         self, split: KVSplit, n_layers: int, link: Streamer, settings: ReadSettings | None = None

@@ -19,10 +19,7 @@ def of_whole(name: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelPart(Architecture):
-    """Layers or shards of a model on one of several ranks.
-
-    ranks  process group, or None, see `alone`
-    """
+    """Layers or shards of a model on one of several ranks; `ranks` may be None, see `alone`."""
 
     whole: Architecture
     rank: int

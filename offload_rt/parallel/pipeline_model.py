@@ -50,10 +50,7 @@ def _layer_method(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Stage(ModelPart):
-    """Layers of a rank. Hidden states pass from rank to rank, and final rows return to rank 0.
-
-    Rank 0 owns embedding and head.
-    """
+    """Layers of a rank, between which hidden states pass. Rank 0 owns embedding and head."""
 
     # Hidden states cross ranks within a pass.
     supports_graphs = False

@@ -64,10 +64,7 @@ def shard_checkpoint(checkpoint: Checkpoint, rank: int, size: int, is_exact: boo
 def shard(
     format: WeightFormat, tensor: TensorShape, cut: Cut | None, source: Source
 ) -> BlockRecord:
-    """Return the block of a tensor's shard in any format, by the shard's stored shapes.
-
-    Raises CheckpointError if the shard is not separable.
-    """
+    """Return the block of a shard by stored shapes; raises CheckpointError if inseparable."""
     name, shape = tensor
     whole = stored_block(format, [tensor], source)
     if cut is None:

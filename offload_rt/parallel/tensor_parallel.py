@@ -130,10 +130,9 @@ class TensorParallelModel(ModelPart):
             self._owners.update(self.whole.expert_names(i))
         n_heads = self._n_heads(layers, plan)
         n_weights = max(sum(math.prod(shape) for _, shape in layer) for layer in layers)
-        tensors = {tensor for layer in layers for tensor in layer}
-        for name, shape in sorted(
-            tensor for tensor in tensors if not self._is_of_experts(tensor.name)
-        ):
+        for name, shape in sorted({tensor for layer in layers for tensor in layer}):
+            if name in self._owners or name.rpartition(".")[0] in self._owners:
+                continue
             style = self._style(name, shape, plan, n_heads)
             if style is None and len(shape) > 1 and not (mixture and shape[0] == mixture.n_experts):
                 # A row per expert identifies the router, which also predicts the next layer's
@@ -145,11 +144,8 @@ class TensorParallelModel(ModelPart):
             if style is not None:
                 self.styles[_module(name)] = style
         for name, shape in self.whole.non_layer_tensors():
-            if (
-                len(shape) == 2
-                and shape[0] >= self.size**2
-                and math.prod(shape) > _LEAST_SHARE * n_weights
-            ):
+            is_large = math.prod(shape) > _LEAST_SHARE * n_weights
+            if is_large and len(shape) == 2 and shape[0] >= self.size**2:
                 self.styles[_module(name)] = _TABLE
                 self._heights[_module(name)] = shape[0]
 
@@ -173,24 +169,18 @@ class TensorParallelModel(ModelPart):
         """Return the head counts of sharded attention; empty if ranks would differ in size."""
         counts = {shape.n_heads for shape in self.whole.kv_shapes}
         v_dim = self.whole.kv_shapes[0].v_dim
-        matrices = {
-            item
-            for layer in layers
-            for item in layer
-            if _is_attention(item.name) and len(item.shape) == 2
-        }
         n_heads_found = {
             shape[1] // v_dim
-            for name, shape in matrices
+            for layer in layers
+            for name, shape in layer
+            if len(shape) == 2 and _is_attention(name)
             if plan.get(_module(name), "").startswith("rowwise")
         }
         is_shared = len(counts) == 1 and all(self.size % n == 0 for n in counts)
         is_even = is_shared or not any(n % self.size for n in counts)
-        return (
-            set()
-            if any(n % self.size for n in n_heads_found) or not is_even
-            else n_heads_found | counts
-        )
+        if any(n % self.size for n in n_heads_found) or not is_even:
+            return set()
+        return n_heads_found | counts
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         problem = f"a model of type {self.family} cannot be divided among {self.size} ranks: {why}"
@@ -236,9 +226,6 @@ class TensorParallelModel(ModelPart):
         if owner is not None:
             return owner in self.experts
         return self.rank == 0 or not name.endswith(".bias") or style is None or style.dim == 0
-
-    def _is_of_experts(self, name: str) -> bool:
-        return name in self._owners or name.rpartition(".")[0] in self._owners
 
     def of_rank(self, weights: LayerWeights) -> "DividedWeights":
         """Wrap this rank's weights of a block, to compute complete results."""
@@ -327,12 +314,10 @@ class TensorParallelModel(ModelPart):
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the complete model's activation bytes, plus gathered tensors."""
-        layers = {self.whole.layer_tensors(i) for i in range(self.n_layers)}
+        names = self._gathered_tensors
         gathered = max(
-            sum(
-                math.prod(shape) for name, shape in layer if _module(name) in self._gathered_tensors
-            )
-            for layer in layers
+            sum(math.prod(shape) for name, shape in layer if _module(name) in names)
+            for layer in {self.whole.layer_tensors(i) for i in range(self.n_layers)}
         )
         return self.whole.scratch_nbytes(n_rows, n_logits, itemsize) + gathered * itemsize
 

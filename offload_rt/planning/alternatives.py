@@ -54,11 +54,7 @@ _SHORT_CONTEXT = 2048
 
 @dataclass(frozen=True)
 class Sweep:
-    """A curve of forecasts.
-
-    over    name and unit of x
-    points  ascending x with its forecast; None if the model does not fit
-    """
+    """A curve of forecasts by ascending x, called `over`; None where the model does not fit."""
 
     over: str
     points: tuple[tuple[float, Forecast | None], ...]
@@ -80,10 +76,7 @@ class Alternatives:
 
 
 def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
-    """Predict plain decoding of a mixture by layers, by experts, and with the CPU.
-
-    Empty unless experts are separate blocks in the plan.
-    """
+    """Predict plain decoding by layers, by experts, and with the CPU; empty without experts."""
     if forecast.memory_plan.plan.experts is None:
         return {}
     request = without_draft(forecast.request)

@@ -128,10 +128,7 @@ class PublishedDrafter:
 
 
 def fitted_power(tokens_per_pass: float, n_nodes: int, n_levels: int) -> float:
-    """Return the exponent b with which trees reach the published tokens per pass.
-
-    The tree is the best of `n_nodes` nodes on `n_levels` levels, or a chain for equal counts.
-    """
+    """Return the exponent b with which the best tree (or a chain) reaches the published tokens."""
     low, high = 0.01, 20.0
     for _ in range(_N_HALVINGS):
         middle = (low + high) / 2
@@ -158,10 +155,7 @@ def published(target: str) -> list[PublishedDrafter]:
 def compare(
     request: PlanRequest, machine: Machine, temperature: float
 ) -> tuple[RankedDrafter, ...]:
-    """Predict all drafters of the request's target, fastest first; those without forecast last.
-
-    Without a draft model of the request, the draft model is a published or smaller related model.
-    """
+    """Predict all drafters, fastest first; without a draft model, by published or related ones."""
     plain = without_draft(request)
     target, draft = request.models
     choices = [

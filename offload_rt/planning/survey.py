@@ -24,11 +24,7 @@ _TOKENS = 128
 
 @dataclass(frozen=True)
 class Prospect:
-    """Expected speed of a model.
-
-    draft   recommended draft model; None if plain decoding is faster
-    plain   tokens per second of plain decoding; None if the model does not fit
-    """
+    """Tokens per second of a model, or None; `draft` is None where plain decoding is faster."""
 
     model: str
     draft: str | None
@@ -45,15 +41,13 @@ def survey(machine: Machine) -> list[Prospect]:
         drafted = None if draft is None else _predict(model, draft, machine)
         fitting = [forecast for forecast in (plain, drafted) if forecast is not None]
         best = min(fitting, key=lambda forecast: forecast.run.seconds_per_token, default=None)
-        prospects.append(
-            Prospect(
-                model=model,
-                draft=draft if best is not None and best is drafted else None,
-                plain=None if plain is None else 1 / plain.run.seconds_per_token,
-                rate=None if best is None else 1 / best.run.seconds_per_token,
-                verdict="does not fit" if best is None else best.verdict,
-            )
-        )
+        plain_rate = None if plain is None else 1 / plain.run.seconds_per_token
+        if best is None:
+            prospects.append(Prospect(model, None, plain_rate, None, "does not fit"))
+            continue
+        best_draft = draft if best is drafted else None
+        rate = 1 / best.run.seconds_per_token
+        prospects.append(Prospect(model, best_draft, plain_rate, rate, best.verdict))
     return prospects
 
 

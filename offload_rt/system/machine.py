@@ -58,10 +58,8 @@ def memory_free() -> int:
     for folder, limit, usage in _cgroups():
         stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
         # Usage includes page cache, which the kernel reclaims on demand.
-        free = min(
-            free,
-            limit - usage + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)),
-        )
+        cached = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+        free = min(free, limit - usage + cached)
     return max(int(free), 0)
 
 

@@ -16,10 +16,7 @@ except ImportError as error:  # numba refuses a newer numpy, too
 def compiled(
     *, fastmath: bool | set[str] = False, nogil: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function for compilation at the first call; arguments as in numba's `njit`.
-
-    Without numba the function stays interpreted, hundreds of times slower.
-    """
+    """Decorate as numba's `njit`, compiled at the first call; interpreted without numba."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if njit is None:

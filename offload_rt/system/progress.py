@@ -67,10 +67,7 @@ def progress_bar(
 def loading_bar(
     console: Console, verb: str = "loaded", next_phase: str | None = "measuring passes"
 ) -> Iterator[Draw]:
-    """Show GB and GB/s; yields a function that updates the bar. In log files, a final line.
-
-    next_phase  title after the last byte, until the end
-    """
+    """Show GB and GB/s; yield the function to update them. `next_phase` titles the time after."""
     started = ended = loaded = 0.0
 
     def draw(done: int, total: int, title: str | None = None) -> None:

@@ -123,10 +123,8 @@ class Ranks:
         key = secrets.token_bytes(32)
         with Listener((host, 0), backlog=self.size, authkey=key) as listener:
             self._await(store, names_of_others)
-            store.set(
-                first,
-                json.dumps([host or os.environ["MASTER_ADDR"], listener.address[1], key.hex()]),
-            )
+            address = [host or os.environ["MASTER_ADDR"], listener.address[1], key.hex()]
+            store.set(first, json.dumps(address))
             accepted = [listener.accept() for _ in names_of_others]
         for connection in accepted:
             connection.send(me)

@@ -148,10 +148,7 @@ def _divide_experts(
 
 
 def open_headers(model: str, revision: str | None = None, offline: bool = False) -> Checkpoint:
-    """Open a checkpoint by its headers, which are all that is fetched from the hub.
-
-    Raises as `locate` and `open_checkpoint`.
-    """
+    """Open a checkpoint by its headers only; raises as `locate` and `open_checkpoint`."""
     if offline or is_here(model, revision):
         return open_checkpoint(locate(model, revision, offline))
     config = find_config(model, revision)

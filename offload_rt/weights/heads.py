@@ -24,8 +24,7 @@ from offload_rt.weights.source import OTHER_CONFIG, Source
 def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     """Open the checkpoint of a head; return None for a complete model.
 
-    Raises UnsupportedModelError for an unsupported config, SettingsError for a head of another
-    model, CheckpointError for other problems.
+    Raises UnsupportedModelError, CheckpointError, and SettingsError for a head of another model.
     """
     if directory.suffix == SUFFIX:  # such files contain complete models
         return None

@@ -42,10 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of a block of `nbytes` bytes into named tensors.
-
-    matrices  quantised matrices by module; their tensors are among the entries
-    """
+    """Division of a block of `nbytes` bytes into named tensors; `matrices` by module."""
 
     entries: tuple[TensorEntry, ...]
     nbytes: int

@@ -59,10 +59,7 @@ def locate(
 
 
 def check_paths(config: EngineConfig) -> None:
-    """Raise CheckpointError for missing paths of models; ignores hub ids.
-
-    Under torchrun, ranks connect first, so that every rank receives the error.
-    """
+    """Raise CheckpointError for missing paths, on every rank after all connect; ignores hub ids."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     for model in filter(None, (config.model, config.draft_model)):
@@ -80,10 +77,7 @@ def is_here(model: str, revision: str | None = None) -> bool:
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
-    """Return the config of a config.json, a GGUF file, a directory, or a hub id.
-
-    Raises CheckpointError without a config.
-    """
+    """Return the config of a file, directory or hub id; raises CheckpointError without one."""
     path = local_path(model)
     if path is not None:
         is_checkpoint = path.is_dir() or path.suffix == gguf.SUFFIX
@@ -105,17 +99,10 @@ def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, Te
     fetch = partial(api.get_safetensors_metadata, model, revision=revision)
     metadata = _from_hub(model, offline, fetch)
     return {
-        name: TensorRecord(
-            name,
-            tensor.dtype,
-            tuple(tensor.shape),
-            Path(file),
-            tensor.data_offsets[0],
-            tensor.data_offsets[1],
-            name,
-        )
+        name: TensorRecord(name, tensor.dtype, tuple(tensor.shape), Path(file), start, stop, name)
         for file, header in metadata.files_metadata.items()
         for name, tensor in header.tensors.items()
+        for start, stop in [tensor.data_offsets]
     }
 
 
@@ -148,12 +135,8 @@ def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[s
     """Fetch missing files from the hub; return their directory, which has a config.json."""
     import huggingface_hub  # not at the top: checkpoints in directories need none
 
-    fetch = partial(
-        huggingface_hub.snapshot_download,
-        model,
-        allow_patterns=list(files),
-        local_files_only=offline,
-    )
+    download = partial(huggingface_hub.snapshot_download, model, local_files_only=offline)
+    fetch = partial(download, allow_patterns=list(files))
     directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
     if not (directory / "config.json").exists():
         change = "take one of safetensors weights, or download a GGUF file of it and give its path"

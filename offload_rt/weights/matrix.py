@@ -49,10 +49,7 @@ class Matrix(ABC):
 
 @dataclass(frozen=True)
 class ZeroPoints:
-    """Zero points, packed in `order`, as a matrix of the shape of the scales.
-
-    plus  added to the codes, modulo 2^bits
-    """
+    """Zero points packed in `order`, shaped as the scales; `plus` is added modulo 2^bits."""
 
     tensor: StoredTensor
     order: Order

@@ -30,10 +30,7 @@ class QuantizedFormat(WeightFormat):
 
     @abstractmethod
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> Matrix | None:
-        """Return the storage of a matrix (n_out, n_in), or None if not quantised.
-
-        Raises CheckpointError if the source contradicts the config.
-        """
+        """Return the storage of a matrix (n_out, n_in), None if plain; raises CheckpointError."""
 
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
@@ -114,10 +111,7 @@ def two_numbers(config: Mapping[str, Any], name: str) -> tuple[int, int]:
 def nontrivial_groups(
     source: Source, stored: StoredTensor, size: int, n_groups: int
 ) -> StoredTensor | None:
-    """Return the tensor of group indices, or None if absent or equal to consecutive groups.
-
-    Raises CheckpointError for an index outside [0, n_groups).
-    """
+    """Return groups, None if consecutive; raises CheckpointError outside [0, n_groups)."""
     record = source.find(stored.name)
     # Without the file, assume consecutive groups, as in nearly all checkpoints.
     if record is None or record.stamp is None:

@@ -100,3 +100,20 @@ def test_sequoia_without_prefetch_is_predicted_within_a_fifth(name):
     assert 0.8 * published < tree < published
     assert plain == pytest.approx(published_plain, rel=0.04)
     assert ours.run.seconds_per_token < tree
+
+
+def test_draft_level_costs_its_bytes_until_measured():
+    profile = MachineProfile((), memory_gbps=500.0)
+    cost = CostEstimator(profile, PassBytes((), 10**9), draft_nbytes=13 * 10**9)
+    assert cost.level_s == pytest.approx(0.026)
+    cost.drafted(4, 4 * 0.05)
+    assert 0.026 < cost.level_s < 0.05
+
+
+def test_first_pass_decides_where_nothing_was_measured():
+    """Measured compute times count as a pass."""
+    compute = ComputeTimes((1, 2), (0, 1), ((1.0, 1.0), (1.0, 1.0)))
+    for times, expected in ((None, 3.0), (compute, 2.0)):
+        cost = CostEstimator(MachineProfile((), 1.0, 0.0, times), PassBytes((), 10**9))
+        cost.passed(1, 0, 0.0, 3.0, 0.0)
+        assert cost.seconds(np.array([1]), 0)[0] == pytest.approx(expected)

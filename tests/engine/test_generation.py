@@ -1,5 +1,6 @@
-"""Whole generations: greedy tokens, batches, ends, and the distribution of sampled texts."""
+"""Whole generations: greedy tokens, batches, ends, sampled texts, and results that users print."""
 
+import json
 import traceback
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import speaking_checkpoint
 from support.texts import N_NEW, assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
     CASES,
@@ -25,6 +27,7 @@ from transformers import LlamaForCausalLM
 import offload_rt
 import offload_rt.ops.linear
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli import run
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, PromptError, SettingsError
@@ -357,3 +360,21 @@ def test_loading_progress_reports_all_bytes(zoo):
     config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
     LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()
     assert told[-1][0] == told[-1][1] > 0 and told == sorted(told)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stop": 3}, {"stop": ["a", 3]}, {"bad_words": "x"}, {"bad_words_ids": [3]}, {"stop": [""]}],
+)
+def test_sampling_parameter_of_a_wrong_type_is_a_settings_error(settings):
+    with pytest.raises(SettingsError, match=next(iter(settings))):
+        SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_json_lists_all_answers_as_outputs(tmp_path, capsys):
+    given = [str(speaking_checkpoint(tmp_path)), "the fox", "--device", "cpu", "--quiet"]
+    given += ["--max-model-len", "64"]
+    assert run.main([*given, "--json", "--n", "3", "--temperature", "1", "--max-tokens", "3"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [answer["index"] for answer in record["outputs"]] == [0, 1, 2]
+    assert record["outputs"][0]["text"] == record["text"]

@@ -39,10 +39,7 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> StoredTensor | Matrix:
-        """Return the storage of a tensor; raises CheckpointError if the source contradicts it.
-
-        Plain tensors have `dtype`.
-        """
+        """Return a tensor's storage, plain as `dtype`; raises CheckpointError on contradictions."""
         return StoredTensor(name, shape, dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:

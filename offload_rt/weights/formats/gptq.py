@@ -15,10 +15,7 @@ matches = quantized.has_method("gptq")
 
 
 class Format(quantized.QuantizedFormat):
-    """scale * (code - zero), in the dtype of the scales, as GPTQModel.
-
-    The first version stores zero - 1, modulo 2^bits.
-    """
+    """scale * (code - zero) in the dtype of the scales; the first version stores zero - 1."""
 
     name = "gptq"
     unused = frozenset({"g_idx"})
