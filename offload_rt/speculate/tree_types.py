@@ -1,5 +1,11 @@
 """Registry entries of tree drafters."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from offload_rt.speculate.protocols import (
     DRAFT_MODEL,
     SELF_SIZES,
@@ -8,6 +14,11 @@ from offload_rt.speculate.protocols import (
     DraftParts,
     DraftResources,
 )
+from offload_rt.weights.checkpoint import Checkpoint
+from offload_rt.weights.heads import open_head
+
+if TYPE_CHECKING:  # a plan drafts nothing
+    from offload_rt.speculate.draft_model import DraftModel
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 # Larger trees for streamed layers, behind whose transfer a GPU computes further rows.
@@ -36,3 +47,13 @@ def tree_drafter(
         resources=resources,
         streamed_sizes=_STREAMED_SIZES if resources.needs_model and resources.view is None else (),
     )
+
+
+def head_drafter(
+    open_model: Callable[..., DraftModel],
+    find_heads: Callable[[Path, Checkpoint], Checkpoint | None] = open_head,
+    built_in: bool = False,
+) -> DrafterType:
+    """Type of a drafter with heads, whose trees are dynamic; see `DraftResources`."""
+    resources = DraftResources(find_heads=find_heads, built_in=built_in, open_model=open_model)
+    return tree_drafter(dynamic_at_zero=True, dynamic_above=True, resources=resources)

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.texts import small_model
 from support.tiny import (
     DRAFTERS,
     chi_square_p,
@@ -15,7 +14,6 @@ from support.tiny import (
     logits_of,
     open_llm,
     prompt_of,
-    save_pair,
 )
 
 from offload_rt import SamplingParams
@@ -211,13 +209,6 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
         has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
         if tree_size == 24 and "draft_model" in settings and has_room:
             assert all(output.stats.n_passes < N_NEW for output in outputs), "nothing was accepted"
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    """A draft that is its target."""
-    model = small_model(64, n_layers=2)
-    return save_pair(tmp_path_factory.mktemp("twin"), model, model)
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])

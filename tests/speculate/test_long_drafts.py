@@ -289,13 +289,6 @@ def proposals(llm, drafter, sequences, monkeypatch):
     return trees, len(passes)
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    """A small draft that is the target."""
-    model = small_model(64, n_layers=2)
-    return save_pair(tmp_path_factory.mktemp("twin"), model, model)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("models", "n_prompt"), [("pair", 70), ("twin", 20)])
 def test_triforce_guesses_save_passes_and_keep_the_trees(

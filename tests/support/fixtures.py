@@ -16,7 +16,8 @@ from offload_rt.cli import run
 from support.command_line import Line
 from support.processes import handled
 from support.quantized import MXFP4_CONFIG
-from support.tiny import Pair, Zoo, keep_steady
+from support.texts import small_model
+from support.tiny import Pair, Zoo, keep_steady, save_pair
 
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)
@@ -82,6 +83,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def pair(zoo: Zoo) -> Pair:
     """A small Llama with a draft model."""
     return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="session")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A small draft that is its target."""
+    model = small_model(64, n_layers=2)
+    return save_pair(tmp_path_factory.mktemp("twin"), model, model)
 
 
 @pytest.fixture(scope="session")

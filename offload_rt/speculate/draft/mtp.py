@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.speculate.protocols import DraftResources
-from offload_rt.speculate.tree_types import tree_drafter
+from offload_rt.speculate.tree_types import head_drafter
 from offload_rt.weights.heads import find_mtp
 
 if TYPE_CHECKING:
@@ -16,8 +15,4 @@ def _head_model(*parts: Any) -> "HeadModel":
     return HeadModel(*parts)
 
 
-DRAFTER = tree_drafter(
-    dynamic_at_zero=True,
-    dynamic_above=True,
-    resources=DraftResources(find_heads=find_mtp, built_in=True, open_model=_head_model),
-)
+DRAFTER = head_drafter(_head_model, find_mtp, built_in=True)
