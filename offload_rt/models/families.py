@@ -51,9 +51,9 @@ def parse_architecture(raw: dict[str, Any]) -> Architecture:
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        from offload_rt.models import native_mixture, transformers  # import takes a second
+        from offload_rt.models import transformers  # import takes a second
 
-        return native_mixture.with_native_attention(transformers.parse_architecture(raw))
+        return transformers.parse_architecture(raw)
     named = raw.get("architectures")
     if named not in (None, [family.architecture]):
         raise config_error(f"architecture {named!r} is not supported", need=family.architecture)
