@@ -178,16 +178,6 @@ def test_calibrate_refuses_invalid_flags(line, drafting, model):
         _refused(line(name, "--device", "cpu", main=calibrate.main), word)
 
 
-def test_sampling_flags_reach_the_sampler(line, model, spoken):
-    params = {
-        "temperature": 0.9, "top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2,
-        "seed": 11, "max_new_tokens": 20,
-    }  # fmt: skip
-    text = spoken(**params).text
-    got = line("--model", str(model), *SMALL, "--prompt", PROMPT, *flags_of(**params), "--quiet")
-    assert got == (0, text + "\n", "") and text != spoken(max_new_tokens=20).text
-
-
 @pytest.mark.parametrize(("arguments", "words"), [
     ([], ["--prompt or --prompt-file", "neither"]), (["--prompt", ""], ["the prompt is empty"]),
     (["--prompt", "the " * 200], ["too long", "--max-model-len"]),

@@ -23,23 +23,6 @@ def rendered(llm: LLM, **more: Any) -> list[int]:
     return list(encoding["input_ids"])
 
 
-def test_completion_logprobs_with_echo(served):
-    completion = served.client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2, echo=True
-    )
-    (choice,) = completion.choices
-    ids = served.llm.encode(PROMPT)
-    logprobs = choice.logprobs
-    assert choice.text.startswith(PROMPT)
-    assert "".join(logprobs.tokens[1:]) == choice.text  # it begins with a special token
-    assert len(logprobs.tokens) == len(ids) + 3
-    assert logprobs.token_logprobs[0] is None and max(logprobs.token_logprobs[1:]) <= 0
-    assert all(2 <= len(top) <= 3 for top in logprobs.top_logprobs[1:])
-    whole = served.llm.generate(ids, SamplingParams(max_tokens=3, logprobs=2))[0]
-    own = [row[id].logprob for id, row in zip(whole.token_ids, whole.logprobs, strict=True)]
-    assert logprobs.token_logprobs[len(ids) :] == pytest.approx(own, abs=1e-4)
-
-
 def test_max_tokens_0_reads_the_prompt_only(served):
     """lm-eval's local-completions scores continuations with one or no new token."""
     ids = served.llm.encode(PROMPT + "    return 1")
@@ -51,12 +34,14 @@ def test_max_tokens_0_reads_the_prompt_only(served):
     assert without["usage"]["completion_tokens"] == 0
     for i, prompt in enumerate(prompts):
         empty, more = without["choices"][i], with_one["choices"][i]
-        own = empty["logprobs"]["token_logprobs"]
-        assert own == more["logprobs"]["token_logprobs"][:-1]
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        rows = served.llm.generate(prompt, params)[0].prompt_logprobs[1:]
-        expected = [row[id].logprob for id, row in zip(prompt[1:], rows, strict=True)]
-        assert own[1:] == pytest.approx(expected, abs=1e-4)
+        first, *own = more["logprobs"]["token_logprobs"]
+        assert empty["logprobs"]["token_logprobs"] == [first, *own[:-1]] and first is None
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0)
+        (output,) = served.llm.generate(prompt, params)
+        tokens = [*prompt[1:], *output.token_ids]
+        rows = [*output.prompt_logprobs[1:], *output.logprobs]
+        expected = [row[id].logprob for id, row in zip(tokens, rows, strict=True)]
+        assert own == pytest.approx(expected, abs=1e-4)
         assert more["text"].startswith(empty["text"]) and empty["finish_reason"] == "length"
         chunks = [choice for part in streamed for choice in part["choices"] if choice["index"] == i]
         assert "".join(choice["text"] for choice in chunks) == empty["text"]
@@ -208,18 +193,9 @@ def test_metrics_count_requests_and_tokens(served):
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
 
 
-def test_tool_calls_return_to_the_template_as_objects(served, monkeypatch):
-    """And none are offered where they are not wanted."""
+def test_tools_are_offered_unless_forbidden(served, monkeypatch):
     monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}}
-        for id, arguments in (("call_1", '{"a": "import"}'), ("call_2", "no JSON"))
-    ]
-    turns = [*TURNS, {"role": "assistant", "content": None, "tool_calls": calls}]
-    turns += [{"role": "tool", "tool_call_id": "call_1", "content": "7"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    ids = served.post("/tokenize", {"messages": turns})[1]["tokens"]
-    assert served.llm.tokenizer.decode(ids).endswith("7\nimport")
 
     def n_prompt(**fields):
         body = {"messages": TURNS, "max_tokens": 1, **fields}

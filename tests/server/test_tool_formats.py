@@ -269,14 +269,6 @@ def test_random_calls_survive_random_splits(name, data):
         assert n is None or not "".join(part.text for part in parts)
 
 
-def test_calls_that_the_template_omits_are_text():
-    form = registry.find("server.tool_formats", "granite").FORMAT
-    calls = [{"id": "x", "function": {"name": "add", "arguments": {"a": 1}}}]
-    ((turn,), _) = form.adapt([{"role": "assistant", "content": "", "tool_calls": calls}], None)
-    text = '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]'
-    assert turn == {"role": "assistant", "content": text}
-
-
 def test_markers_of_a_format_are_read_or_remain_in_the_text(tokenizer):
     assert chat_format_of(tokenizer, "mistral").needs_special
     assert not chat_format_of(tokenizer, "hermes").needs_special
