@@ -37,7 +37,8 @@ FIELDS = [
     ({"logit_bias": {f"k{i}": 1 for i in range(1000)}}, "logit_bias"),
     ({"guided_json": {"type": "foo"}}, "Invalid type"), ({"guided_json": "{"}, "is not JSON"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
-    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"), ({"guided_regex": "(a"}, "unclosed"),
     ({"response_format": {"type": "json_schema"}}, "schema"),
 ]  # fmt: skip
 BOTH = [

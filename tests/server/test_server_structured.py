@@ -2,7 +2,6 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -61,19 +60,6 @@ def test_formats_of_a_request_equal_formats_in_python(served, fields, outputs):
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     (rendered,) = served.llm.chat([TURNS], params)
     assert text == rendered.text
-
-
-@pytest.mark.parametrize(("fields", "word"), [
-    ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-    ({"guided_regex": "(a"}, "unclosed"),
-])  # fmt: skip
-def test_an_impossible_format_fails_alone(served, fields, word):
-    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    with ThreadPoolExecutor(2) as pool:
-        good = pool.submit(served.post, "/v1/completions", {**body, "guided_json": SCHEMA})
-        status, answer = served.post("/v1/completions", body | fields)
-    assert status == 400 and word in answer["error"]["message"]
-    assert json.loads(good.result()[1]["choices"][0]["text"])["size"] in (1, 2)
 
 
 @pytest.mark.parametrize("stream", [False, True])
