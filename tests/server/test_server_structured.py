@@ -9,13 +9,9 @@ from support.serving import MODELS, PROMPT, TURNS
 
 from offload_rt import Piece, SamplingParams, StructuredOutputs
 from offload_rt.cli.run import main
-from offload_rt.executor.grammar import GrammarCompiler
 from offload_rt.server.answer import Answer
-from offload_rt.server.call_grammar import call_grammar
-from offload_rt.server.call_parser import CallParser
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.protocol import ChatRequest
-from offload_rt.server.tool_formats.hermes import FORMAT
 
 SCHEMA = {
     "type": "object",
@@ -86,27 +82,6 @@ def test_required_calls_satisfy_the_schema(served, choice, parallel, names, stre
         assert arguments["size"] in (1, 2) and arguments["kind"] in ("file", "folder")
     else:
         assert arguments["mode"] in ("r", "w")
-
-
-def test_several_required_calls_are_parsed(served):
-    """The grammar accepts the text, and the parser reads it as the calls of the text."""
-    calls = [
-        f'<tool_call>\n{{"name": "open_file", "arguments": {{"mode": "{mode}"}}}}\n</tool_call>'
-        for mode in "rw"
-    ]
-    tokenizer = served.llm.tokenizer
-    compiler = GrammarCompiler(tokenizer, 4096, {0})
-    functions = [tool["function"] for tool in TOOLS]
-    for is_single in (False, True):
-        lark = call_grammar(FORMAT, functions, json.dumps, is_single)
-        grammar = compiler.compile(StructuredOutputs(grammar=lark))
-        texts = calls[0], "\n".join(calls)
-        first, both = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        assert grammar.n_allowed(first) == len(first)
-        assert (grammar.n_allowed(both) == len(both)) != is_single
-    compiler.close()
-    found = CallParser(FORMAT, {"open_file": {}}).feed("\n".join(calls)).calls
-    assert [json.loads(call["function"]["arguments"])["mode"] for call in found] == ["r", "w"]
 
 
 def test_calls_after_the_first_are_dropped_without_parallel_calls(served):

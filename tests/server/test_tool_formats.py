@@ -53,9 +53,9 @@ def tokenizer() -> Any:
 
 
 def chat_format_of(tokenizer: Any, name: str, reasoning: str = "auto") -> ChatFormat:
-    """Derive the format of a template; harmony has a parser of its own."""
+    """Derive the format of a template, or find a format of the folder, like harmony and HERMES."""
     tokenizer.chat_template = TEMPLATES.get(name)
-    return ChatFormat.select(tokenizer, "harmony" if name == "harmony" else "auto", reasoning)
+    return ChatFormat.select(tokenizer, "auto" if name in TEMPLATES else name.lower(), reasoning)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,12 @@ def answer_of(tokenizer: Any, name: str, n_calls: int) -> str:
     if name == "harmony":
         return HARMONY + json.dumps(OPEN_FILE)
     form = chat_format_of(tokenizer, name).tool_format
+    if name not in TEMPLATES:
+        return form.render(CALLS[:n_calls])
     return rendered(tokenizer, CALLS[:n_calls], form).removesuffix("<|im_end|>\n")
 
 
-@pytest.mark.parametrize("name", [*TEMPLATES, "harmony"])
+@pytest.mark.parametrize("name", [*TEMPLATES, "harmony", "HERMES", "GRANITE", "LFM2", "GENERIC"])
 def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
     """The grammar accepts rendered calls, and a call only once if that is required."""
     n_calls = 1 if name in ("llama", "harmony") else 2
