@@ -1,8 +1,9 @@
 """Candidates from the text: earlier predictions of the target, and prompt lookup.
 
-Token Recycling (Luo et al. 2024, arXiv 2408.08696): predictions are stored with their probabilities
-under the last tokens before them, of several lengths. After unknown tokens, the most frequent
-tokens of all predictions are candidates. Prompt lookup adds its continuations.
+Token Recycling (Luo et al. 2024, arXiv 2408.08696) with changes. Predictions are stored with their
+probabilities under the last tokens before them, of several lengths. After unknown tokens, the most
+frequent tokens of all predictions are candidates. Trees grow best-first by the product of
+acceptance probabilities, calibrated by the length. Prompt lookup adds its continuations.
 """
 
 import heapq

@@ -1,10 +1,4 @@
-"""Drafters without a draft model: best-first trees of the text's candidates.
-
-Token Recycling (Luo et al. 2024, arXiv 2408.08696) with three changes. Predictions are stored with
-their probabilities under the last tokens before them, of several lengths. Trees grow best-first by
-the product of acceptance probabilities, calibrated by the length. Prompt lookup adds its
-continuations.
-"""
+"""Drafters without a draft model: best-first trees of the text's candidates, see `recycler`."""
 
 import time
 from collections import abc
@@ -43,8 +37,7 @@ class Proposal:
 class TextDrafter(Drafter):
     """Propose trees of the text's candidates, whose table all sequences share.
 
-    recycles  store the target's predictions as candidates, in addition to copies; static trees
-              copy alone
+    recycles  store the target's predictions as candidates, in addition to copies
     """
 
     _dynamic: type[DynamicTreeBuilder] = DynamicTreeBuilder

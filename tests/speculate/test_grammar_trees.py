@@ -2,12 +2,11 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.languages import VOCABULARY, Language, distribution_under, outcomes
+from support.languages import VOCABULARY, Draw, Language, distribution_under, every_run, outcomes
 from support.tiny import exact_draws, sequence_of
 from torch import Tensor
 
@@ -55,10 +54,6 @@ class MaskedLanguage(Language):
         return probs / probs.sum()
 
 
-class _Undecided(Exception):
-    """Raised at a draw of n children per distribution that the script does not decide yet."""
-
-
 def grown(topology: Topology, kind: str, draft: Language, grammar: Letters) -> DraftTree:
     """Grow a tree as a draft model does."""
     sequence = sequence_of(0)
@@ -79,31 +74,23 @@ def every_tree(
     topology: Topology, kind: str, draft: Language, grammar: Letters
 ) -> Iterator[tuple[DraftTree, float]]:
     """Every tree that the draws can lead to, with its probability."""
-    scripts: list[tuple[tuple[Tensor, ...], float]] = [((), 1.0)]
-    while scripts:
-        script, p = scripts.pop()
-        left = list(script)
-        asked = SimpleNamespace(probs=None, n=0)
 
-        def draw(probs: Tensor, n: int, *_: object, left=left, asked=asked) -> Tensor:
-            if not left:
-                asked.probs, asked.n = probs.double(), n
-                raise _Undecided
-            return left.pop(0)
+    def run(draw: Draw) -> DraftTree:
+        def children(probs: Tensor, n: int, *_: object) -> Tensor:
+            rows = [exact_draws(row.double().numpy(), n, kind == "independent") for row in probs]
+            chosen = itertools.product(*(row.items() for row in rows))
+            return torch.tensor(
+                draw(
+                    ([tokens for tokens, _ in each], float(np.prod([q for _, q in each])))
+                    for each in chosen
+                )
+            )
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(child_sampling, kind, draw)
-            try:
-                yield grown(topology, kind, draft, grammar), p
-            except _Undecided:
-                independent = kind == "independent"
-                rows = [
-                    exact_draws(row.numpy(), asked.n, independent).items() for row in asked.probs
-                ]
-                for chosen in itertools.product(*rows):
-                    tokens = torch.tensor([tokens for tokens, _ in chosen])
-                    p_chosen = float(np.prod([q for _, q in chosen]))
-                    scripts.append(((*script, tokens), p * p_chosen))
+            patch.setattr(child_sampling, kind, children)
+            return grown(topology, kind, draft, grammar)
+
+    return every_run(run)
 
 
 SHAPES = {"siblings": [-1, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.residual import Decision, ResidualRule
 from offload_rt.speculate.verify import coupled, match
-from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 from support.tiny import random_tree, sequence_of
 
 VOCABULARY = 3
@@ -170,33 +171,46 @@ def _sequence() -> Sequence:
 
 
 class _Fork(Exception):
-    """Raised at a draw that the script does not decide yet."""
-
-    def __init__(self, probs: Tensor) -> None:
-        self.probs = probs
+    """Raised at a draw that the script does not decide yet, with its outcomes."""
 
 
-def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
-    """As `decisions`, by running `verify` for every sequence of outcomes of `draw`."""
+Draw = Callable[[Iterable[tuple[Any, float]]], Any]
+
+
+def every_run(run: Callable[[Draw], Any]) -> Iterator[tuple[Any, float]]:
+    """Yield the results of a function with their probabilities, for every outcome of its draws.
+
+    run  receives a function that draws from outcomes with their probabilities
+    """
     scripts: list[tuple[tuple, float]] = [((), 1.0)]
     while scripts:
         script, p = scripts.pop()
         left = list(script)
 
-        def draw(probs: Tensor, noise: object, left: list = left) -> list[int]:
+        def draw(outcomes: Iterable[tuple[Any, float]], left: list = left) -> Any:
             if not left:
-                raise _Fork(probs.flatten())
-            return [left.pop(0)]
+                raise _Fork(outcomes)
+            return left.pop(0)
+
+        try:
+            yield run(draw), p
+        except _Fork as fork:
+            scripts += [((*script, outcome), p * q) for outcome, q in fork.args[0] if q > 0]
+
+
+def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:
+    """As `decisions`, by running `verify` for every sequence of outcomes of `draw`."""
+
+    def run(draw: Draw) -> Verdict:
+        def token(probs: Tensor, *_: object) -> list[int]:
+            return [draw(enumerate(probs.flatten().tolist()))]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(match, "draw", draw)
-            patch.setattr(coupled, "draw", lambda *args, draw=draw: torch.tensor(draw(*args)))
-            try:
-                verdict = verify(tree, target, _sequence())
-            except _Fork as fork:
-                for token, q in enumerate(fork.probs.tolist()):
-                    scripts += [((*script, token), p * q)] if q > 0 else []
-                continue
+            patch.setattr(match, "draw", token)
+            patch.setattr(coupled, "draw", lambda probs, _: torch.tensor(token(probs)))
+            return verify(tree, target, _sequence())
+
+    for verdict, p in every_run(run):
         bonus = torch.nn.functional.one_hot(torch.tensor(verdict.bonus), target.shape[1]).to(target)
         yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
 
