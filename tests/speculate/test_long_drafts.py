@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.texts import assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
+    after_start,
     assert_continued,
     begin,
     drafter_of,
@@ -32,7 +33,6 @@ from offload_rt.kv.sparse import RetrievalCache, SnapKVCache, WindowCache
 from offload_rt.speculate.draft.triforce import TriForce
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
-from offload_rt.speculate.tree_state import DraftState
 from offload_rt.tree.topology import Topology
 
 BUDGET = 64
@@ -184,10 +184,8 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
     """At a tree's start, a view copies committed rows only."""
     pair = zoo.pair(family, 0)
     seen = []
-    start = DraftState.start
 
-    def start_checked(state, tokens, n_prompt):
-        start(state, tokens, n_prompt)
+    def check_view(state, tokens):
         view = state._runner._caches[state.cache]
         if isinstance(view, (WindowCache, SnapKVCache, RetrievalCache)):
             source = view.source.buffer
@@ -202,7 +200,7 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
                 mine[:, :, view.n_held :] = torch.nan
             seen.append((n, view.n_held, view.first_recent))
 
-    monkeypatch.setattr(DraftState, "start", start_checked)
+    after_start(monkeypatch, check_view)
     settings = pair.settings(drafter) | {
         "tree_size": 24, "tree_depth": 5, "max_model_len": 256, "draft_context": 40,
     }  # fmt: skip

@@ -20,6 +20,7 @@ from support.texts import (
 from support.tiny import (
     CASES,
     DRAFTERS,
+    after_start,
     assert_continued,
     byte_level,
     drafter_of,
@@ -43,7 +44,6 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.rows import draft_rows
 from offload_rt.speculate.select import drafter_type, load_rule
-from offload_rt.speculate.tree_state import DraftState
 from offload_rt.system import registry
 
 pytestmark = pytest.mark.numeric
@@ -216,16 +216,14 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
     ]
     with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
         engine = llm.engine
-        start = DraftState.start
         n_kept = []
 
-        def start_poisoned(state, *arguments):
-            start(state, *arguments)
+        def poison_draft(state, _):
             n_kept.append(engine.draft.n_committed(state.cache))
             assert_fresh(engine.draft, state.cache)
             poison(engine.draft, state.cache)
 
-        monkeypatch.setattr(DraftState, "start", start_poisoned)
+        after_start(monkeypatch, poison_draft)
         sequences = [
             Sequence(list(prompt), sampling, 128)
             for prompt, sampling in zip(PROMPTS, params, strict=False)
@@ -243,13 +241,7 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
 def test_draft_computes_no_token_twice(pair, monkeypatch):
     """After a commit the draft receives only the bonus token and leaves without a row."""
     lacking = []
-    start = DraftState.start
-
-    def start_counted(state, *arguments):
-        start(state, *arguments)
-        lacking.append(len(state.lacking))
-
-    monkeypatch.setattr(DraftState, "start", start_counted)
+    after_start(monkeypatch, lambda state, _: lacking.append(len(state.lacking)))
     # Nothing is copied, since the draft has no row of a copied token.
     monkeypatch.setattr(tree_drafter, "_NGRAM_RATE", 2.0)
     with open_llm(
@@ -388,13 +380,7 @@ def with_config(pair, folder, **changes):
 def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, drafter, n_positions):
     """The draft sees a moving window; drafts stay useful unless the window is tiny."""
     seen = []
-    start = DraftState.start
-
-    def start_seen(state, tokens, n_prompt):
-        seen.append(len(tokens))
-        start(state, tokens, n_prompt)
-
-    monkeypatch.setattr(DraftState, "start", start_seen)
+    after_start(monkeypatch, lambda _, tokens: seen.append(len(tokens)))
     prompt = prompt_of(0, 30)
     n_new = 60
     draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)

@@ -50,6 +50,7 @@ from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, load_rule
+from offload_rt.speculate.tree_state import DraftState
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
 from offload_rt.system.trace import Trace
@@ -605,6 +606,19 @@ def check_tree(runner, model, n=8):
         expected = logits_of(model, committed + lacking + path)[-1]
         atol = ATOL * float(expected.abs().max())
         torch.testing.assert_close(got[node], expected, atol=atol, rtol=0)
+
+
+def after_start(
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[DraftState, list[int]], None]
+) -> None:
+    """Call a function with state and tokens whenever a tree of a draft model has started."""
+    start = DraftState.start
+
+    def started(state: DraftState, tokens: list[int], n_prompt: int) -> None:
+        start(state, tokens, n_prompt)
+        check(state, tokens)
+
+    monkeypatch.setattr(DraftState, "start", started)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *runners: Runner) -> dict[Runner, list[tuple[int, int]]]:
