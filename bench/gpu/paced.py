@@ -49,7 +49,7 @@ def spin_cycles_per_byte(device: torch.device) -> float:
 def measure(shapes: Shapes = _SHAPES) -> Iterator[dict[str, object]]:
     """Results of `generation` with the rate of the paced link."""
     link = f"{torch.cuda.get_device_name()}, link paced to {GBPS:.0f} GB/s"
-    with patch("offload_rt.offload.stream_cuda.CopyDevice", PacedDevice):
+    with patch("offload_rt.engine.loader.CopyDevice", PacedDevice):
         gbps = paced_gbps(CARD)
         for result in generation.measure(shapes):
             yield {"link": link, "link_gbps": gbps, **result}

@@ -31,7 +31,6 @@ class LinkFormat:
     layers   a rank's shards in contiguous raw files; None without such files
     encodes  layers are encoded during loading into host memory
     sizes    sizes of the encoded layers; None for raw layers
-    notice   notice for the user; may be empty
     """
 
     sidecar: tuple[SidecarLayer, ...] | None = None

@@ -11,12 +11,13 @@ import torch
 from offload_rt.executor.rank_runner import runner_type
 from offload_rt.executor.runner import Runner
 from offload_rt.models.architecture import Architecture
-from offload_rt.offload import stream_cuda, stream_threads
-from offload_rt.offload.copy_device import CHUNK
+from offload_rt.offload.copy_device import CHUNK, CopyDevice
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.offload.sidecar import SidecarTier
+from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, Streamer
 from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.system.numa import Cpus
@@ -69,7 +70,6 @@ class Loader:
     closes  releases everything that the loader opens
     cpus    processors near the device; empty for all
     loaded  receives the bytes of each read, in its thread
-    chunk_nbytes  bytes per chunk of copies to a GPU
     """
 
     device: torch.device
@@ -147,9 +147,10 @@ class Loader:
         rest = sources.resident.image(spec.n_layers)
         streamer: Streamer
         if self.device.type == "cuda":
-            streamer = stream_cuda.open_streamer(sources, trace, self.device, self.chunk_nbytes)
+            copies = CopyDevice(self.device, self.chunk_nbytes)
+            streamer = CudaStreamer(sources, trace, copies)
         else:
-            streamer = stream_threads.open_streamer(sources, trace, self.device)
+            streamer = ThreadStreamer(sources, trace)
         weights = format.view(rest.layout, rest.block, dtype)
         runner = runner_type(spec)(spec, streamer, weights, format, self.device, dtype, trace)
         self.closes.enter_context(closing(runner))

@@ -119,7 +119,6 @@ SHORTEST_CONTEXT = 256
 class MemoryPlan:
     """Placement and limits.
 
-    max_model_len  maximum tokens of a sequence
     view_rows      KV rows of the views of a self-drafting target
     n_sequences    concurrent sequences of maximum length
     """

@@ -1,5 +1,6 @@
 """Outputs, statistics and streamed pieces of requests."""
 
+from collections import Counter
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,8 +20,7 @@ class Stats:
     seconds                  from the start of the first pass to the end of the last pass
     wait_seconds             waiting for layers
     link_busy                share of the seconds with link transfers
-    nodes_per_tree           mean size of verified trees, including roots
-    levels_per_tree          mean number of levels, including roots
+    nodes_, levels_per_tree  means of verified trees, including roots
     acceptance_by_rank       acceptance rate of the k-th child of reached nodes
     predicted_*, measured_*  passes without prompt rows, predicted before each; None without any
     tree_widths              nodes per level of the largest tree
@@ -101,7 +101,6 @@ class Output:
                      None if not requested
     prompt_logprobs  likewise for the prompt; the first entry is None
     index            position among all answers to the prompt
-    others           further answers to the prompt
     """
 
     prompt_token_ids: list[int]
@@ -157,10 +156,8 @@ class Piece:
     output           answers to the prompt, only in the last piece
     logprobs         see `Output`; empty if not requested
     prompt_logprobs  see `Output`; only in the first piece
-    index            see `Output`
     verified_in      pass that verified the piece
-    finish_reason    only in the last piece of an answer
-    stop_reason      see `Output`; only in the last piece of an answer
+    *_reason         see `Output`; only in the last piece of an answer
     """
 
     text: str
@@ -180,10 +177,7 @@ class Request:
 
     sequences: list[Sequence]
     prompt: str | None = None
-    _n_returned: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._n_returned = [0] * len(self.sequences)
+    _n_returned: Counter[int] = field(default_factory=Counter, init=False)
 
     @property
     def is_done(self) -> bool:
@@ -206,9 +200,9 @@ class Request:
         """Return the new tokens of each sequence since the last call. Raises as `is_done` does."""
         pieces = []
         is_done = self.is_done
-        for i, (sequence, n) in enumerate(zip(self.sequences, self._n_returned, strict=True)):
-            if sequence.n_new > n:
-                pieces.append(_new_piece(sequence, n, i))
+        for i, sequence in enumerate(self.sequences):
+            if sequence.n_new > self._n_returned[i]:
+                pieces.append(_new_piece(sequence, self._n_returned[i], i))
                 self._n_returned[i] = sequence.n_new
         if pieces and is_done:
             pieces[-1] = replace(pieces[-1], output=self.output)

@@ -28,7 +28,6 @@ class Scheduler:
     """Admit waiting sequences while the caches of all sequences fit.
 
     n_nodes     nodes of all trees of a pass, including roots
-    split       split of the rows between device and host or disk, or None
     n_states    number of sequences with a reserved recurrent state
     state_rows  recurrent state of a sequence, in KV rows
     """

@@ -78,7 +78,6 @@ class TargetFiles:
 class TargetSpec:
     """The target model, or this rank's part, before loading.
 
-    mirrors  copies of the checkpoint on other disks
     image_pixels  pixels of the largest image
     streams_images  the blocks of the vision tower are read from disk for each image
     """

@@ -182,23 +182,18 @@ class HostCache(KVCache):
         ):
             target[:, first : first + n_near] = rows[:, :n_near]
             target[:, self._n_resident :] = rows[:, n_left:]
-        rows = self._store.format.pack(
-            staged.keys[:, :, n_near:n_left], staged.values[:, :, n_near:n_left]
-        )
-        self._offload(range(layer, layer + 1), rows)
+        self._offload(range(layer, layer + 1), staged, slice(n_near, n_left))
 
     def _offload_committed(self) -> None:
         """Offload all committed recent rows."""
         if self.n_committed > self._n_offloaded:
             at = slice(self._n_resident, self.n_committed - self._shift)
-            rows = self._store.format.pack(
-                self._buffer.keys[:, :, at], self._buffer.values[:, :, at]
-            )
-            self._offload(range(len(rows)), rows)
+            self._offload(range(len(self._buffer.keys)), self._buffer, at)
             self._n_offloaded = self.n_committed
 
-    def _offload(self, layers: range, rows: Tensor) -> None:
-        """Write rows (layers, n, nbytes) after the offloaded rows."""
+    def _offload(self, layers: range, buffer: KVBuffer, at: slice) -> None:
+        """Write rows of a buffer of these layers after the offloaded rows."""
+        rows = self._store.format.pack(buffer.keys[:, :, at], buffer.values[:, :, at])
         n_offloaded = self._n_offloaded
         stop = self._n_offloaded + rows.shape[1]
         self._resize(stop)
@@ -226,9 +221,8 @@ class HostCache(KVCache):
 
     def move(self, rows: Sequence[int], first: int) -> None:
         """See `KVCache.move`. Movable rows are in the buffer."""
-        ops.commit_rows(
-            self._buffer.keys, self._buffer.values, torch.tensor(rows), first - self._shift
-        )
+        start = first - self._shift
+        ops.commit_rows(self._buffer.keys, self._buffer.values, torch.tensor(rows), start)
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """See `KVCache.rewind_to`. Frees unused blocks."""

@@ -118,12 +118,8 @@ class RecurrentCache(ContiguousCache):
         outs = list[Tensor]()
         borders = [*self._coming.items(), *self._followers]
         memory, last = (part[layer] for part in self.state)
-        heads = (
-            (shape.n_k_heads, shape.k_dim),
-            (shape.n_v_heads, shape.v_dim),
-            (shape.n_v_heads,),
-            (shape.n_v_heads,),
-        )
+        n_v_heads = shape.n_v_heads
+        heads = (shape.n_k_heads, shape.k_dim), (n_v_heads, shape.v_dim), (n_v_heads,), (n_v_heads,)
         held = self._held.get(layer) or [last[:0], *(memory.new_empty(0, *dims) for dims in heads)]
         inputs = torch.cat((last, held[0], asked.x))
         kernel = shape.kernel
@@ -147,9 +143,8 @@ class RecurrentCache(ContiguousCache):
             block_end = first + BLOCK_ROWS - position % BLOCK_ROWS
             ends = [n_chain, block_end, *(border - position + first for border, _ in borders)]
             stop = min(end for end in ends if end > first)
-            sees = torch.ones(
-                stop - first, stop - first, dtype=torch.bool, device=memory.device
-            ).tril_()
+            n = stop - first
+            sees = torch.ones(n, n, dtype=torch.bool, device=memory.device).tril_()
             out, terms = delta_rule(rows.part(first, stop), memory, sees, DeltaTerms(*held[1:]))
             fold(memory, terms)
             last.copy_(inputs[stop : stop + len(last)])

@@ -7,11 +7,10 @@ from contextlib import closing
 from threading import Lock, Thread
 from typing import NamedTuple, Self
 
-import torch
 from torch import Tensor
 from torch.cuda import Event
 
-from offload_rt.offload.copy_device import CHUNK, CopyDevice
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
@@ -247,10 +246,3 @@ class CudaStreamer(Streamer):
             while self._waits and (waited := seconds_between(*self._waits[0])) is not None:
                 self._waits.popleft()
                 self.meter.waited_s += max(waited, 0.0)
-
-
-def open_streamer(
-    sources: LayerSources, trace: Trace, device: torch.device, chunk_nbytes: int = CHUNK
-) -> CudaStreamer:
-    """Create the GPU streamer, with copies in chunks."""
-    return CudaStreamer(sources, trace, CopyDevice(device, chunk_nbytes))

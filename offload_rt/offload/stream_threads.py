@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Self
 
-import torch
-
 from offload_rt.offload.memory import pin, unpin
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer, Waiting
@@ -223,8 +221,3 @@ class ThreadStreamer(ReadThreads, Streamer):
             self._trace.state(waits(self._link), NOTHING_ASKED)
         elif len(self._fetches) == len(self._slots):
             self._trace.state(waits(self._link), SLOTS_FULL)
-
-
-def open_streamer(sources: LayerSources, trace: Trace, device: torch.device) -> ThreadStreamer:
-    """Create the CPU streamer."""
-    return ThreadStreamer(sources, trace)

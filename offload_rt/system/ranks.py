@@ -173,11 +173,10 @@ class Ranks:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate x (n, width) of all ranks: (n, size * width)."""
-        parts = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
-        ]
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
         with self._together():
-            dist.all_gather(parts, x.contiguous())
+            dist.all_gather(parts, x)
         return torch.cat(parts, 1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

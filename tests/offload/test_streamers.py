@@ -20,7 +20,6 @@ from support.fake_gpu import FakeCopyDevice
 from support.streams import (
     N_LAYERS,
     PATIENCE_S,
-    STREAMERS,
     FakeGPU,
     Host,
     RealGPU,
@@ -42,13 +41,9 @@ from offload_rt.weights.layout import Layout
 
 KINDS = ("device", "host", "unpinned", "disk")
 # Devices: what a block is computed on, and how a test looks at a block as compute does.
-_GPUS = {"cuda": (("pretended", FakeGPU, ()), ("real", RealGPU, pytest.mark.cuda))}
-BENCHES = [
-    pytest.param(name, device, id=f"{name}-{which}", marks=marks)
-    for name in STREAMERS
-    for which, device, marks in _GPUS.get(name, (("cpu", Host, ()),))
-]
-every_bench = pytest.mark.parametrize(("name", "make"), BENCHES)
+every_bench = pytest.mark.parametrize(
+    "make", [FakeGPU, pytest.param(RealGPU, marks=pytest.mark.cuda), Host]
+)
 
 
 class Chosen:
@@ -128,7 +123,6 @@ class Bench:
 
 @contextmanager
 def bench(
-    name: str,
     make: type[Host],
     files: Any,
     kinds: Sequence[str] = ("disk",) * N_LAYERS,
@@ -145,7 +139,7 @@ def bench(
         return watched[-1]
 
     sources, tiers = build_sources(device, kinds, n_slots, files, watch)
-    streamer = device.stream(name, sources)
+    streamer = device.stream(sources)
     try:
         yield Bench(streamer, device, watched, kinds)
     finally:
@@ -171,21 +165,19 @@ def bench(
 )
 @every_bench
 def test_layers_arrive_in_order_with_their_bytes(
-    name, make, kinds, n_slots, n_parallel, late_s, seed, files
+    make, kinds, n_slots, n_parallel, late_s, seed, files
 ):
-    with bench(
-        name, make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed
-    ) as b:
+    with bench(make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed) as b:
         for _ in range(4):
             b.sweep()
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 @every_bench
-def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
+def test_next_pass_is_prefetched_up_to_the_slots(make, n_slots, files):
     kinds = ("device", "disk", "device", "disk", "disk", "disk")
     order = [i for i, kind in enumerate(kinds) if kind != "device"]
-    with bench(name, make, files, kinds, n_slots) as b:
+    with bench(make, files, kinds, n_slots) as b:
         tier = b.tiers[0]
 
         def n_fetched(i: int) -> int:
@@ -207,7 +199,7 @@ def test_next_pass_is_prefetched_up_to_the_slots(name, make, n_slots, files):
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 def test_queued_copies_never_exceed_the_slots(n_slots, files):
-    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
+    with bench(FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
         n_done = 0
         for _ in range(2):
             for block in b.streamer.sweep():
@@ -223,13 +215,13 @@ def test_failing_device_is_raised_by_the_pass(files, monkeypatch):
         raise ValueError("no device")
 
     monkeypatch.setattr(FakeCopyDevice, "select", fail)
-    with bench("cuda", FakeGPU, files) as b, pytest.raises(ValueError, match="no device"):
+    with bench(FakeGPU, files) as b, pytest.raises(ValueError, match="no device"):
         b.sweep()
 
 
 @every_bench
 @pytest.mark.parametrize("at", [(0, 1), (3, 1), (5, 1), (0, 2), (2, 2), (5, 3)])
-def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files):
+def test_failed_read_is_raised_and_the_next_sweep_restarts(make, at, files):
     error = LinkError("the disk has gone")
     n_raised = 0
 
@@ -239,7 +231,7 @@ def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files
             n_raised += 1
             raise error
 
-    with bench(name, make, files, late_s=0.001, trap=trap) as b:
+    with bench(make, files, late_s=0.001, trap=trap) as b:
         n_failed = 0
         for _ in range(7):
             try:
@@ -254,8 +246,8 @@ def test_failed_read_is_raised_and_the_next_sweep_restarts(name, make, at, files
 
 @every_bench
 @pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
-def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
-    with bench(name, make, files, late_s=0.002) as b:
+def test_abandoned_sweep_leaves_the_next_complete(make, n_taken, files):
+    with bench(make, files, late_s=0.002) as b:
         for _ in range(3):
             with closing(b.streamer.sweep()) as sweep:
                 for _ in range(n_taken):
@@ -267,8 +259,8 @@ def test_abandoned_sweep_leaves_the_next_complete(name, make, n_taken, files):
 
 
 @every_bench
-def test_parked_streamer_keeps_the_latest_layer_and_reads_no_other(name, make, files):
-    with bench(name, make, files, n_slots=2, late_s=0.002) as b:
+def test_parked_streamer_keeps_the_latest_layer_and_reads_no_other(make, files):
+    with bench(make, files, n_slots=2, late_s=0.002) as b:
         for n_taken in (1, 3):
             with closing(b.streamer.sweep()) as sweep:
                 for _ in range(n_taken):
@@ -284,7 +276,7 @@ def test_parked_streamer_keeps_the_latest_layer_and_reads_no_other(name, make, f
 
 
 @every_bench
-def test_close_waits_for_a_running_read(name, make, files):
+def test_close_waits_for_a_running_read(make, files):
     going = threading.Event()
     go_on = threading.Event()
 
@@ -293,7 +285,7 @@ def test_close_waits_for_a_running_read(name, make, files):
             going.set()
             assert go_on.wait(PATIENCE_S)
 
-    with bench(name, make, files, n_slots=4, trap=trap) as b:
+    with bench(make, files, n_slots=4, trap=trap) as b:
         assert going.wait(PATIENCE_S)
         closers = [threading.Thread(target=b.streamer.close) for _ in range(2)]
         for closer in closers:
@@ -306,9 +298,9 @@ def test_close_waits_for_a_running_read(name, make, files):
 
 
 @every_bench
-def test_sweep_of_a_closed_streamer_raises(name, make, files):
+def test_sweep_of_a_closed_streamer_raises(make, files):
     """For example when an LLM is closed while a stream of it is in use."""
-    with bench(name, make, files) as b:
+    with bench(make, files) as b:
         held = b.streamer.sweep()
         next(held)
         b.streamer.close()
@@ -329,9 +321,9 @@ def test_sweep_of_a_closed_streamer_raises(name, make, files):
 
 
 @every_bench
-def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
+def test_unfinished_sweep_does_not_disturb_the_next(make, files):
     """For example when a caught interrupt holds its traceback."""
-    with bench(name, make, files) as b:
+    with bench(make, files) as b:
         for n in (1, 3, 4):
             held = b.streamer.sweep()
             for _ in range(n):
@@ -348,7 +340,7 @@ def test_unfinished_sweep_does_not_disturb_the_next(name, make, files):
 
 
 @every_bench
-def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, files, monkeypatch):
+def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(make, files, monkeypatch):
     is_waited_for = threading.Event()
     n_parts = itertools.count()
 
@@ -359,7 +351,7 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, file
             _thread.interrupt_main()
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with bench(name, make, files, trap=trap) as b:
+    with bench(make, files, trap=trap) as b:
         with pytest.raises(KeyboardInterrupt), closing(b.streamer.sweep()) as sweep:
             for _ in sweep:
                 is_waited_for.set()
@@ -372,11 +364,11 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(name, make, file
     "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk"), ("device",) * 6]
 )
 @every_bench
-def test_meter_counts_each_device_copy_once(name, make, kinds, files):
+def test_meter_counts_each_device_copy_once(make, kinds, files):
     """Resident layers need no copies and no threads."""
     n_slots = 2
     n_sweeps = 6
-    with bench(name, make, files, kinds, n_slots if set(kinds) != {"device"} else 0) as b:
+    with bench(make, files, kinds, n_slots if set(kinds) != {"device"} else 0) as b:
         for _ in range(n_sweeps):
             b.sweep()
         packed = [
@@ -386,7 +378,7 @@ def test_meter_counts_each_device_copy_once(name, make, kinds, files):
         ]
         if not packed:
             assert (*b.streamer.meter.read(), b.streamer.meter.waited_s) == (0, 0.0, 0.0)
-        elif name == "cuda":
+        elif make is not Host:
             n_copied = b.streamer.meter.read()[0]
             least = sum(slot.nbytes for layout in packed for slot in layout.entries)
             most = sum(layout.nbytes for layout in packed)
@@ -396,9 +388,9 @@ def test_meter_counts_each_device_copy_once(name, make, kinds, files):
 
 
 @every_bench
-def test_set_sources_applies_from_the_next_sweep(name, make, files):
+def test_set_sources_applies_from_the_next_sweep(make, files):
     """Streamed cache rows change their selection and order while old copies arrive."""
-    with bench(name, make, files, late_s=0.001) as b:
+    with bench(make, files, late_s=0.001) as b:
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = Chosen(b.tiers[0], order)
             b.streamer.set_sources(
@@ -413,7 +405,7 @@ def test_set_sources_applies_from_the_next_sweep(name, make, files):
 
 def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
     """Compute may still read the last slots of the old sources."""
-    with bench("cuda", FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
+    with bench(FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
         b.sweep()
         waits = []
         copy = b.streamer.device.copy

@@ -29,7 +29,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
     """A cache of experts, the six layers of the streamers' tests; its tier, and its device."""
     before = {*threading.enumerate()}
     device = make()
-    streamer = device.stream("threads", LayerSources(MemoryTier(), (), 0))
+    streamer = device.stream(LayerSources(MemoryTier(), (), 0))
     if make is FakeGPU:
         tier = MemoryTier()
         for i, layer in enumerate(stream_layers()):

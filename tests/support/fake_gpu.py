@@ -242,7 +242,7 @@ def fake_gpu(
     # The fake GPU has no clock.
     monkeypatch.setattr(engine_spec, "_gpu_rates", lambda target: (25.0, 1000.0))
     monkeypatch.setattr(builder, "_CAPTURING_S", 0.0)  # passes on the fake GPU are slow
-    monkeypatch.setattr("offload_rt.offload.stream_cuda.CopyDevice", lambda *_: FakeCopyDevice())
+    monkeypatch.setattr("offload_rt.engine.loader.CopyDevice", lambda *_: FakeCopyDevice())
     monkeypatch.setattr(builder, "copy_chunk", lambda device: CHUNK)
     monkeypatch.setattr(torch, "Generator", _generator)
     # Wrapper tensors cannot be inference tensors.

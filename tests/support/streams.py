@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offload_rt.offload import stream_cuda, stream_threads
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.stream_cuda import CudaStreamer
+from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.trace import Trace
@@ -19,7 +20,6 @@ from support.checkpoints import raw_bytes
 from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.layers import NAMES, some_layers
 
-STREAMERS = {"cuda": stream_cuda, "threads": stream_threads}
 # What happens before a read: told the layer, and how often that layer has been asked for.
 Trap = Callable[[int, int], None]
 N_LAYERS = 6
@@ -31,8 +31,8 @@ class Host:
     def __init__(self) -> None:
         self._looks: list[tuple[int, bytes]] = []
 
-    def stream(self, name: str, sources: LayerSources) -> Streamer:
-        return STREAMERS[name].open_streamer(sources, Trace(on=False), torch.device("cpu"))
+    def stream(self, sources: LayerSources) -> Streamer:
+        return ThreadStreamer(sources, Trace(on=False))
 
     def image(self, image: PackedLayer) -> PackedLayer:
         return image
@@ -57,7 +57,7 @@ class FakeGPU(Host):
         super().__init__()
         self.copies = FakeCopyDevice(is_asynchronous=True, wrap=lambda tensor: tensor)
 
-    def stream(self, name: str, sources: LayerSources) -> Streamer:
+    def stream(self, sources: LayerSources) -> Streamer:
         return CudaStreamer(sources, Trace(on=False), self.copies)
 
     def look(self, block: LayerView) -> None:
@@ -83,8 +83,8 @@ class RealGPU(Host):
         self._pending: list[tuple[int, Layout, Tensor]] = []
         self._matrix = torch.ones(2048, 2048, device=self._device)
 
-    def stream(self, name: str, sources: LayerSources) -> Streamer:
-        return STREAMERS[name].open_streamer(sources, Trace(on=False), self._device)
+    def stream(self, sources: LayerSources) -> Streamer:
+        return CudaStreamer(sources, Trace(on=False), CopyDevice(self._device))
 
     def image(self, image: PackedLayer) -> PackedLayer:
         return PackedLayer(image.block.to(self._device), image.layout)
