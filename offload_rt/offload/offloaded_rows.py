@@ -282,6 +282,3 @@ class _FileRanges:
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
         return self.file.reads(self.ranges[i], into)
-
-    def close(self) -> None:
-        """Do nothing: `FileRows` owns the file."""

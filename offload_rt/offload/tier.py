@@ -28,9 +28,6 @@ class Tier(Protocol):
     def reads(self, i: int, into: Tensor) -> list[Read]:
         """Return reads that fill page-aligned bytes with block i, which may raise LinkError."""
 
-    def close(self) -> None:
-        """Release memory and files."""
-
 
 def read_parallel(
     reads: Sequence[Read],

@@ -211,8 +211,9 @@ def _config(
     sizes = _sizes(values, f"{name}: {family}")
     head_dim = sizes["head_dim"]
     embedding = tensors.get("model.embed_tokens.weight")
+    is_mixtral = family == "llama" and values.get(_N_EXPERTS)
     config = sizes | {
-        "model_type": _model_type(family, values),
+        "model_type": "mixtral" if is_mixtral else _ARCHITECTURES[family],
         "rms_norm_eps": values.get(_EPS),
         "torch_dtype": _dtype(tensors.values()),
         "vocab_size": values.get("vocab_size") if embedding is None else embedding.shape[0],
@@ -230,10 +231,6 @@ def _config(
         if f"model.layers.0.{module}.bias" in tensors and family != "qwen2":
             config[key] = True
     return config
-
-
-def _model_type(family: str, values: dict[str, Any]) -> str:
-    return "mixtral" if family == "llama" and values.get(_N_EXPERTS) else _ARCHITECTURES[family]
 
 
 def _sizes(values: dict[str, Any], prefix: str) -> dict[str, Any]:

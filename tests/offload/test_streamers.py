@@ -60,9 +60,6 @@ class Chosen:
     def reads(self, i: int, into: Tensor) -> list[Read]:
         return self._source.reads(self._order[i], into)
 
-    def close(self) -> None:
-        pass
-
 
 class _Pinned(MemoryTier):
     """Layers that a pretended device copies by itself."""
