@@ -36,7 +36,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine.engine import Engine
 from offload_rt.executor.sequence import Sequence as TokenSequence
-from offload_rt.kv.host import HostMemory
+from offload_rt.offload.offloaded_cache import HostMemory
 from offload_rt.speculate.draft.none import DRAFTER as NONE
 from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.select import drafter_type

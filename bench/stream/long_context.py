@@ -23,9 +23,9 @@ from offload_rt.config import format_size
 from offload_rt.dtypes import DType
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Step
-from offload_rt.kv.host import HostCache, HostMemory
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.llm import LLM
+from offload_rt.offload.offloaded_cache import HostCache, HostMemory
 from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import spread
 from offload_rt.offload.stream_threads import ThreadStreamer

@@ -16,13 +16,13 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
 from offload_rt.executor.runner import Runner
-from offload_rt.kv.host import HostMemory
 from offload_rt.offload.card_experts import CardExperts, PinnedExperts, TieredExperts
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.expert_cache import ExpertCache
 from offload_rt.offload.host_experts import HostExperts
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
+from offload_rt.offload.offloaded_cache import HostMemory
 from offload_rt.offload.offloaded_rows import FileRows, HostRows
 from offload_rt.offload.placement import ExpertSizes, MemoryBudget, Plan, with_host_slots
 from offload_rt.offload.sidecar import SidecarTier

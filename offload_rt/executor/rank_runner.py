@@ -12,8 +12,8 @@ from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.errors import machine_error
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Chunk
-from offload_rt.kv.host import HostMemory
 from offload_rt.models.architecture import Architecture
+from offload_rt.offload.offloaded_cache import HostMemory
 from offload_rt.parallel.model_part import ModelPart
 from offload_rt.parallel.pipeline_model import Stage
 from offload_rt.system.ranks import Ranks

@@ -28,7 +28,7 @@ from offload_rt.weights.layout import PAGE, Layout, PackedLayer, TensorEntry, al
 
 
 class OffloadedRows(ABC):
-    """A `RowStore`, and the streamer of its rows, which shares the link with the layers.
+    """Off-device rows in blocks, and their streamer, which shares the link with the layers.
 
     Both streamers copy in order of use, as far ahead as their slots allow. The link idles only if
     all slots are full. Rows of a pass are prefetched for the next pass too, because consecutive
@@ -52,7 +52,7 @@ class OffloadedRows(ABC):
         self._sweep: Generator[LayerView, None, None] | None = None
 
     def allocate(self) -> int:
-        """See `RowStore.allocate`."""
+        """Reserve a block and return its index; raises LinkError if no memory is left."""
         if not self._free:
             self._extend(self._n_blocks)
             self._free.append(self._n_blocks)
@@ -60,17 +60,17 @@ class OffloadedRows(ABC):
         return self._free.pop()
 
     def free(self, blocks: Sequence[int]) -> None:
-        """See `RowStore.free`."""
+        """Free blocks."""
         self._free += blocks
 
     def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
-        """See `RowStore.write`."""
+        """Write rows (n, format.nbytes) from the device to these ranges; raises LinkError."""
         self._prefetched = []
         self._write(pieces)
 
     @contextmanager
     def prefetch(self, ranges: list[RowRange]) -> Iterator[None]:
-        """See `RowStore.prefetch`."""
+        """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
         if not ranges:
             yield
             return
@@ -88,7 +88,7 @@ class OffloadedRows(ABC):
             next(self._sweep, None)  # frees the last slot
 
     def receive(self) -> Tensor:
-        """See `RowStore.receive`."""
+        """Return the next prefetched range, valid until the next call; raises LinkError."""
         assert self._sweep is not None, "a pass is under way"
         view = next(self._sweep)
         return view.layout.entries[0].view(view.data)
@@ -110,7 +110,7 @@ class OffloadedRows(ABC):
 
     @abstractmethod
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """See `RowStore.read`."""
+        """Return the rows of these ranges, concatenated, on the host; raises LinkError."""
 
     @abstractmethod
     def _extend(self, block: int) -> None:
@@ -118,7 +118,7 @@ class OffloadedRows(ABC):
 
     @abstractmethod
     def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
-        """See `RowStore.write`."""
+        """See `write`."""
 
 
 class HostRows(OffloadedRows):
@@ -142,7 +142,7 @@ class HostRows(OffloadedRows):
         return tier
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """See `RowStore.read`. Waits for writes."""
+        """See `OffloadedRows.read`. Waits for writes."""
         self._card.finish_writes()
         return torch.cat([self._rows(rows) for rows in places])
 
@@ -217,7 +217,7 @@ class FileRows(OffloadedRows):
         ]
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """See `RowStore.read`."""
+        """See `OffloadedRows.read`."""
         sizes = [rows.stop - rows.start for rows in places]
         content = torch.empty(sum(sizes), self.format.nbytes, dtype=torch.uint8)
         file = self._file.fileno()

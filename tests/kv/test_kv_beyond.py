@@ -40,11 +40,10 @@ from offload_rt.engine import builder
 from offload_rt.engine.memory_plan import READ_BUFFERS, plan_memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, LinkError
-from offload_rt.kv import host
 from offload_rt.kv import split as kv_split
-from offload_rt.kv.host import HostCache, HostMemory
 from offload_rt.kv.split import KVSplit, RowFormat
 from offload_rt.models.families import parse_architecture
+from offload_rt.offload.offloaded_cache import HostCache, HostMemory
 from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.placement import MemoryBudget
 from offload_rt.planning.known_models import KNOWN
@@ -153,13 +152,13 @@ def test_window_fetches_only_visible_pages(runner):
     """At every position of the window's first row in a page."""
     with beyond(runner, N_NODES + 8):
         cache = offloaded_cache(runner)
-        for n_rows in range(400, 400 + host.PAGE_ROWS):
+        for n_rows in range(400, 400 + kv_split.PAGE_ROWS):
             runner.assume_context(cache, n_rows)
             for layer in range(runner.spec.n_layers):
                 n = sum(span.stop - span.start for span in runner._caches[cache].offloaded(layer))
                 window = runner.spec.window(layer)
                 n_seen = n_rows if window is None else window - 1
-                assert n_seen <= n <= min(n_seen + host.PAGE_ROWS, n_rows)
+                assert n_seen <= n <= min(n_seen + kv_split.PAGE_ROWS, n_rows)
         runner.free_cache(cache)
 
 

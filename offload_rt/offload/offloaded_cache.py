@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,41 +10,17 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.kv.cache import KVBuffer, KVCache, RowRange
 from offload_rt.kv.memory import KVMemory
-from offload_rt.kv.split import PAGE_ROWS, KVShare, RowFormat
+from offload_rt.kv.split import PAGE_ROWS, KVShare
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import Attention
-
-
-class RowStore(Protocol):
-    """Off-device memory for rows, in blocks of `block_rows` rows of all layers."""
-
-    format: RowFormat
-    block_rows: int
-
-    def allocate(self) -> int:
-        """Reserve a block and return its index; raises LinkError if no memory is left."""
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Free blocks."""
-
-    def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
-        """Write rows (n, format.nbytes) from the device to these ranges; raises LinkError."""
-
-    def read(self, places: Sequence[RowRange]) -> Tensor:
-        """Return the rows of these ranges, concatenated, on the host; raises LinkError."""
-
-    def receive(self) -> Tensor:
-        """Return the next prefetched range, valid until the next call; raises LinkError."""
-
-    def prefetch(self, ranges: list[RowRange]) -> AbstractContextManager[None]:
-        """Stream these ranges during a pass, the body of a `with`; `receive` returns each once."""
+from offload_rt.offload.offloaded_rows import OffloadedRows
 
 
 @dataclass
 class HostMemory(KVMemory):
     """Memory of caches whose rows may exceed the device; a store keeps the other rows."""
 
-    store: RowStore
+    store: OffloadedRows
 
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None
@@ -74,7 +49,7 @@ class HostCache(KVCache):
     """
 
     def __init__(
-        self, model: Architecture, buffer: KVBuffer, store: RowStore, share: KVShare
+        self, model: Architecture, buffer: KVBuffer, store: OffloadedRows, share: KVShare
     ) -> None:
         super().__init__(share.n_rows)
         self._windows = tuple(model.window(i) for i in range(model.n_layers))
