@@ -1,9 +1,8 @@
 """Progress bars, shown only in a terminal."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich import progress
 from rich.console import Console
@@ -14,13 +13,6 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 # Columns of the terminal for title and figures, and the maximum of the bar.
 _BESIDE_BAR = 50
 _LONGEST_BAR = 40
-
-
-class Draw(Protocol):
-    """Function that updates a progress bar."""
-
-    def __call__(self, done: int, total: int, title: str | None = None) -> None:
-        """Show `done` of `total`, and a new title."""
 
 
 class _Title(progress.ProgressColumn):
@@ -36,8 +28,8 @@ def progress_bar(
     title: str,
     *figures: type[progress.ProgressColumn],
     is_transient: bool = False,
-) -> Iterator[Draw]:
-    """Show a bar in one line, removed at the end if transient; yields a function to update it."""
+) -> Iterator[Callable[..., None]]:
+    """Show a bar in one line; yield the function that shows (done, total, new title or None)."""
     drawn = 0.0
 
     def draw(done: int, total: int, title: str | None = None) -> None:
@@ -66,7 +58,7 @@ def progress_bar(
 @contextmanager
 def loading_bar(
     console: Console, verb: str = "loaded", next_phase: str | None = "measuring passes"
-) -> Iterator[Draw]:
+) -> Iterator[Callable[..., None]]:
     """Show GB and GB/s; yield the function to update them. `next_phase` titles the time after."""
     started = ended = loaded = 0.0
 
