@@ -274,7 +274,8 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
                 if not runner.has_graphs:
                     layer_s, head_s = _seconds_of_parts(runner, blocks[:1], step)
-                    if (n := min(int(_RUN_S / layer_s), n_adjacent)) > 1:
+                    n = runner.least_of_ranks(min(int(_RUN_S / layer_s), n_adjacent))
+                    if n > 1:
                         layer_s = _seconds_of_parts(runner, blocks[:n], step)[0] / n
                     seconds[at] += n_alike * layer_s + is_last * head_s
                 elif is_last:

@@ -82,6 +82,10 @@ class RankRunner(Runner):
     do = _on_all_ranks(Runner.do)
     assume_context = _on_all_ranks(Runner.assume_context)
 
+    def least_of_ranks(self, n: int) -> int:
+        """See `Runner.least_of_ranks`."""
+        return int(self.ranks.least(n)[0])
+
 
 class PipelineRunner(RankRunner):
     """Runner of a pipeline stage."""
@@ -99,6 +103,10 @@ class PipelineRunner(RankRunner):
         """
         self._times = times
         return times.pipelined(self.ranks.size)
+
+    def least_of_ranks(self, n: int) -> int:
+        """See `Runner.least_of_ranks`; stages are timed alone."""
+        return n
 
     def sum_over_stages(self, seconds: float) -> float:
         """See `Runner.sum_over_stages`."""

@@ -631,6 +631,28 @@ def test_all_ranks_time_passes(pair, monkeypatch):
     assert n_widths > 1
 
 
+def test_ranks_time_equal_numbers_of_layers(pair, monkeypatch):
+    """A layer has exchanges, so that a rank with more layers would wait for ever."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pair.target.parent / "cache"))
+    timed: list[list[int]] = [[], []]
+
+    def seconds_of_parts(runner: Runner, blocks: list[Any], step: Any) -> list[float]:
+        rank = MINE.ranks.rank
+        if isinstance(runner.spec, TensorParallelModel):  # not the draft, which rank 0 has alone
+            timed[rank].append(len(blocks))
+        return [(0.02, 0.06)[rank], 0.0]
+
+    monkeypatch.setattr(profile, "_seconds_of_parts", seconds_of_parts)
+    with_draft = {"draft_model": str(pair.draft), "exact_parallel": True}
+
+    def work() -> list[int]:
+        with open_llm(pair.target, **with_draft) as llm:
+            return tokens_of(llm, prompt_of(4))
+
+    together(2, work)
+    assert timed[0] == timed[1] and timed[0]
+
+
 def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):
     """Other ranks are within the pass, so it cannot be repeated."""
     layer = TensorParallelModel.layer
@@ -654,7 +676,8 @@ def test_ranks_capture_and_replay_the_same_passes(pair, monkeypatch, fails):
     make = loader.Loader.runner
 
     def capture(rank: int, compute: Callable[[], None]) -> Callable[[], None]:
-        log, of = logs[rank], compute.__self__  # type: ignore[attr-defined]
+        log, captured = logs[rank], compute.__self__  # type: ignore[attr-defined]
+        of = getattr(captured._function, "__self__", None)
         if not isinstance(of, GraphPass):  # what rank 0 makes of logits
             return compute
         what = len(of._logits)
