@@ -154,6 +154,11 @@ def _measure(config: EngineConfig, settings: CalibrateSettings, prompts: list[st
     with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
         _generate(llm, settings, prompts)
         findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
+        _print(findings, settings)  # the end of this block saves statistics, which may fail
+
+
+def _print(findings: Findings, settings: CalibrateSettings) -> None:
+    """Print the findings as tables or JSON, and draw the plots."""
     if settings.json:
         text = json.dumps(
             vars(findings),
