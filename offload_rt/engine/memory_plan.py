@@ -214,13 +214,12 @@ class _Memory:
         needed = self.whole if fits else self.divided
         plain = needed(together(shortest), 1)
         least_plain = least_budget(target.layer_nbytes, plain, target.link)
-        has_card = self.budget.has_card
         limits = self.drafting.limits(
             self.config,
             lambda nodes: needed(together(shortest), nodes).total - plain.total,
             self.budget.device,
             least_plain,
-            max(least_plain + sum(target.layer_nbytes) - self.budget.device, 0) * has_card,
+            max(least_plain + sum(target.layer_nbytes) - self.budget.device, 0),
         )
 
         def least(max_len: int) -> int:

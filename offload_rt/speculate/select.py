@@ -24,8 +24,11 @@ if TYPE_CHECKING:  # importing transformers takes a second, and plans need no to
 # Share of the memory budget available to default trees.
 _TREE_SHARE = 1 / 8
 # Growth of the streamed bytes that a doubled tree size may cost. The forecast of a 70B has 8 % more
-# tokens per pass with trees of 2,048 instead of 1,024 nodes.
+# tokens per pass with trees of 2,048 instead of 1,024 nodes; SmolLM2's head has 30 % more with 64
+# instead of 32 nodes.
 _STREAMED_SHARE = 0.03
+_STREAMED_SHARE_OF_SMALL = 0.05
+_SMALL_NODES = 64
 # Drafters of `--drafter auto`, without and with a draft model.
 _DEFAULT = "recycle"
 _DEFAULT_WITH_MODEL = "adaptive_tree"
@@ -83,10 +86,10 @@ class Drafting:
         tree_nbytes      bytes for trees of n nodes beyond plain decoding
         memory_nbytes    device memory budget
         plain_nbytes     minimum budget without trees
-        streamed_nbytes  layer bytes that a pass copies to a GPU in plain decoding
+        streamed_nbytes  layer bytes that a pass streams in plain decoding
 
         Larger trees replace resident layers. They are selected while each doubling of the size adds
-        less traffic than `_STREAMED_SHARE`.
+        less traffic than `_STREAMED_SHARE`, or `_STREAMED_SHARE_OF_SMALL`.
         """
         spare = memory_nbytes - plain_nbytes
         room = min(memory_nbytes * _TREE_SHARE, spare)
@@ -94,7 +97,8 @@ class Drafting:
         largest = next((n for n in sizes if tree_nbytes(n) <= room), sizes[-1])
         for n in sorted(n for n in (*self.type.streamed_sizes, *sizes) if n > largest):
             more = tree_nbytes(n) - tree_nbytes(largest)
-            if more > min(_STREAMED_SHARE * streamed_nbytes, spare - tree_nbytes(largest)):
+            share = _STREAMED_SHARE_OF_SMALL if n <= _SMALL_NODES else _STREAMED_SHARE
+            if more > min(share * streamed_nbytes, spare - tree_nbytes(largest)):
                 break
             largest = n
         n_nodes = config.tree_size or largest
