@@ -303,22 +303,27 @@ class GrowingRows:
 
 
 @pytest.mark.parametrize("plain", [0, 200_000])
-@pytest.mark.parametrize("doubled", [1024, 2048, 4096])
+@pytest.mark.parametrize(
+    ("room", "doubled", "share"),
+    [(32, 64, 0.05), (32, 128, 0.03), (512, 1024, 0.03), (512, 2048, 0.03), (512, 4096, 0.03)],
+)
 @pytest.mark.parametrize("more", [-2, 2])
-def test_default_tree_doubles_for_3_percent_of_the_streamed_bytes(plain, doubled, more):
-    """Trees of 100 bytes per node; an eighth of the memory has room for 512 nodes."""
-    memory = 8 * 512 * 100
-    streamed = int(100 * doubled / 2 / 0.03) + more
+def test_default_tree_doubles_for_a_share_of_the_streamed_bytes(plain, room, doubled, share, more):
+    """Trees of 100 bytes per node; an eighth of the memory has room for `room` nodes."""
+    memory = 8 * room * 100
+    streamed = int(100 * doubled / 2 / share) + more
     drafting = pick_drafter(EngineConfig("target", "draft"))
     limits = drafting.limits(
-        EngineConfig("target"), lambda n: 100 * n, memory, plain, streamed_nbytes=streamed
+        EngineConfig("target"), lambda n: 100 * n, memory, min(plain, memory // 2), streamed
     )
     larger = [
         n
-        for n in (1024, 2048, 4096)
-        if 100 * n / 2 <= 0.03 * streamed and 100 * n <= memory - plain
+        for n in (64, 128, 256, 512, 1024, 2048, 4096)
+        if n > room
+        and 100 * n / 2 <= (0.05 if n <= 64 else 0.03) * streamed
+        and 100 * n <= memory - min(plain, memory // 2)
     ]
-    assert limits.n_nodes == max(larger, default=512)
+    assert limits.n_nodes == max(larger, default=room)
 
 
 def test_further_block_pays_by_tokens_per_second():
