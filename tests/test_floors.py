@@ -11,7 +11,7 @@ import offload_rt
 
 ROOT = Path(offload_rt.__file__).parent
 FLOORS = (
-    {"errors", "dtypes", "packing", "chunks", "bad_words"}, {"system", "config"},
+    {"errors", "dtypes", "packing", "chunks", "bad_words", "lazy"}, {"system", "config"},
     {"sampling_params", "ops"}, {"models", "tree", "text", "sampling"}, {"cost"}, {"weights", "kv"},
     {"offload"}, {"parallel"}, {"executor"}, {"speculate"}, {"engine"}, {"llm"},
     {"planning", "server"}, {"cli"},

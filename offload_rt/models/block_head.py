@@ -21,7 +21,12 @@ from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.native import EMBED, GATE_UP, HEAD, QKV, NativeDecoder, norm
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from offload_rt import ops
+else:
+    from offload_rt.lazy import ops, torch
 
 _MARKOV = ("markov_head.markov_w1", "markov_head.markov_w2")
 _GATE = "markov_head.gate_proj"
@@ -91,8 +96,6 @@ class BlockHead(Head, NativeDecoder):
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Fuse the tapped hidden states by a matrix and a norm."""
-        from offload_rt import ops  # not at the top: a plan computes nothing
-
         fused = weights.linear(states.flatten(1), "fc")
         return ops.rms_norm(fused, weights.vector("hidden_norm"), self.eps)
 
@@ -123,8 +126,6 @@ class BlockHead(Head, NativeDecoder):
         tokens  (n_blocks, block_size) int64: the last token of the sequence first
         cached  keys and values (n_kv_heads, n, head_dim) of all earlier tokens, per layer
         """
-        from offload_rt import ops
-
         n_blocks, size = tokens.shape
         n_cached = cached[0][0].shape[1]
         x = weights.rows(tokens.flatten(), EMBED) * self.input_scale
@@ -162,8 +163,6 @@ class BlockHead(Head, NativeDecoder):
 
         tokens  (n,) int64 tokens before the predicted tokens
         """
-        import torch
-
         logits = weights.linear(hidden, HEAD)
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
@@ -183,22 +182,17 @@ class BlockHead(Head, NativeDecoder):
         self, i: int, qkv: tuple[Tensor, ...], cached: tuple[Tensor, Tensor], n_blocks: int
     ) -> Tensor:
         """Attend to the cached rows and to the rows of the same block: (rows, n_heads * dim)."""
-        import torch
-        from torch.nn.functional import scaled_dot_product_attention
-
         q, k, v = (part.view(n_blocks, -1, *part.shape[1:]).transpose(1, 2) for part in qkv)
         k, v = (
             torch.cat((old.expand(n_blocks, -1, -1, -1), new), 2)
             for old, new in zip(cached, (k, v), strict=True)
         )
         mask = self._mask(i, q.shape[2], k.shape[2]).to(q.device)
-        out = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, i: int, n_rows: int, n_keys: int) -> Tensor:
         """Return the visibility (n_rows, n_keys) bool of keys for the rows of a block."""
-        import torch
-
         keys = torch.arange(n_keys)
         rows = keys[n_keys - n_rows :, None]
         window = self.windows[i]
@@ -215,14 +209,10 @@ class BlockHead(Head, NativeDecoder):
         return x.view(len(x), -1, self.head_dim)
 
     def _normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
-        from offload_rt import ops
-
         return ops.rms_norm(x, weights.vector(f"self_attn.{name}"), self.eps)
 
     def _rotary(self, first: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (n, head_dim) of consecutive positions."""
-        import torch
-
         positions = torch.arange(first, first + n)
         cos, sin = self.rope.cos_sin(positions, positions + 1, like.dtype)
         return cos.to(like.device), sin.to(like.device)
@@ -230,8 +220,6 @@ class BlockHead(Head, NativeDecoder):
 
 def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embeddings to x (n, heads, head_dim)."""
-    import torch
-
     cos, sin = (part[:, None] for part in rotary)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
@@ -291,8 +279,6 @@ class DFlash2(BlockHead):
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
         """See `NativeDecoder.mlp`; convolve input and output."""
-        from offload_rt import ops  # not at the top: a plan computes nothing
-
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         h, convolve = self._convolved(weights, _CONVOLUTIONS[1], h)
         wide = ops.silu_mul(*weights.linears(h, GATE_UP))
@@ -300,8 +286,6 @@ class DFlash2(BlockHead):
 
     def logits(self, weights: LayerWeights, hidden: Tensor, tokens: Tensor) -> Tensor:
         """See `BlockHead.logits`; only candidates have finite logits."""
-        import torch
-
         unary, candidates = super().logits(weights, hidden, tokens).topk(self.selector_top_k)
         before = weights.tensor(f"{_SELECTOR}.predecessor_codebook").index_select(0, tokens)
         after = weights.tensor(f"{_SELECTOR}.successor_codebook")[candidates]
@@ -316,9 +300,6 @@ class DFlash2(BlockHead):
         """Return the convolved input h (n, hidden_size) of a sublayer, and how to convolve its
         output.
         """
-        import torch
-        from torch.nn.functional import pad
-
         size = self.conv_group_size
         base = weights.tensor(f"{name}.base_kernel")
         dynamic = weights.linear(h, f"{name}.kernel_projection")
@@ -329,7 +310,7 @@ class DFlash2(BlockHead):
             blocks = x.view(-1, self.block_size, x.shape[1])
             out = torch.zeros_like(x)
             for distance in range(self.conv_kernel_size):
-                earlier = pad(blocks, (0, 0, distance, 0))[:, : self.block_size]
+                earlier = torch.nn.functional.pad(blocks, (0, 0, distance, 0))[:, : self.block_size]
                 out.addcmul_(kernels[:, side, distance].flatten(1), earlier.flatten(0, 1))
             return out
 

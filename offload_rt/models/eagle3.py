@@ -17,7 +17,12 @@ from offload_rt.models.layers import LayerWeights, Part, PassContext, TensorShap
 from offload_rt.models.native import EMBED, QKV, NativeDecoder, norm
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from offload_rt import ops
+else:
+    from offload_rt.lazy import ops, torch
 
 # Embedding of a head, beside the target's `EMBED`.
 _OWN_EMBED = "embed_tokens"
@@ -114,10 +119,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Norm the tapped hidden states and fuse them by a matrix."""
-        import torch
-
-        from offload_rt import ops
-
         flat = states.flatten(1)
         if self.state_norm == "input_norm":
             flat = ops.rms_norm(flat, weights.vector("input_norm"), self.eps)
@@ -136,18 +137,12 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Concatenate embeddings and states."""
-        import torch  # not at the top: a plan computes nothing
-
         return torch.cat((x, states), 1)
 
     layer_group = Architecture.layer_group
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Update the residual stream; in the first layer, attention reads both normed parts."""
-        import torch
-
-        from offload_rt import ops
-
         embedded, hidden = (part.contiguous() for part in x.chunk(2, 1))
         if i:
             return torch.cat((embedded, super().layer(i, weights, hidden, context)), 1)
@@ -166,8 +161,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     def _output(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the residual stream after the final norm, (n, hidden_size)."""
-        from offload_rt import ops
-
         hidden = x[:, self.hidden_size :].contiguous()
         return ops.rms_norm(hidden, weights.vector("norm"), self.eps)
 

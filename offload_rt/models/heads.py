@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt import ops
+else:
+    from offload_rt.lazy import ops, torch
+
 
 @dataclass(frozen=True)
 class HeadWeights(LayerWeights):
@@ -203,8 +207,6 @@ class Mtp(HeadDecoder):
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         """Norm inputs inputs and project their concatenation."""
-        import torch
-
         names = self.layout
         embedded = self.normed(weights, names.embed_norm, x)
         hidden = self.normed(weights, names.hidden_norm, states)
@@ -226,8 +228,6 @@ class NativeMtp(Mtp, NativeDecoder):
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
         """See `Mtp.normed`."""
-        from offload_rt import ops
-
         return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -265,16 +265,12 @@ class Medusa(Head, NativeDecoder):
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Return the last hidden state after the target's norm."""
-        from offload_rt import ops
-
         return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 
     def predict(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Return the logits (n, vocab_size) of the head with these weights."""
-        from torch.nn.functional import silu
-
         for k in range(self.n_blocks):
-            x = x + silu(weights.linear(x, f"{k}.linear"))
+            x = x + torch.nn.functional.silu(weights.linear(x, f"{k}.linear"))
         return weights.linear(x, f"{self.n_blocks}")
 
     def kv_nbytes(self, itemsize: int) -> int:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from offload_rt.ops.decoder_cpu import Layer as DecoderLayer
+    from offload_rt import ops
+    from offload_rt.ops import decoder_cpu
+else:
+    from offload_rt.lazy import decoder_cpu, ops
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -121,8 +124,6 @@ class NativeDecoder(Architecture):
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply attention and MLP, each on a norm of the residual stream."""
-        from offload_rt import ops  # not at the top: a plan computes nothing
-
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
 
@@ -130,8 +131,6 @@ class NativeDecoder(Architecture):
         self, weights: Mapping[int, LayerWeights], x: Tensor, context: CachedContext
     ) -> Tensor:
         """Apply layers in order; by a single call of the CPU library if it serves all."""
-        from offload_rt.ops import decoder_cpu
-
         segments = context.in_place() if x.device.type == "cpu" else None
         described = [self._described(i, part) for i, part in weights.items()] if segments else []
         kernels = [layer for layer in described if layer is not None]
@@ -145,10 +144,8 @@ class NativeDecoder(Architecture):
             return x
         return super().layer_group(weights, x, context)
 
-    def _described(self, i: int, weights: LayerWeights) -> DecoderLayer | None:
+    def _described(self, i: int, weights: LayerWeights) -> decoder_cpu.Layer | None:
         """Return the library's description of a layer, kept with its weights; None without it."""
-        from offload_rt.ops import decoder_cpu
-
         if weights.kernel is None:
             matrices = [weights.stored(name) for name in MATRICES]
             known = [matrix for matrix in matrices if matrix is not None]
@@ -165,8 +162,6 @@ class NativeDecoder(Architecture):
 
     def attention(self, i: int, weights: LayerWeights, h: Tensor, context: PassContext) -> Tensor:
         """Return attention's contribution (n, hidden_size) for the normed input h."""
-        from offload_rt import ops
-
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in weights.linears(h, QKV))
         if self.qk_norm:
             q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
@@ -178,8 +173,6 @@ class NativeDecoder(Architecture):
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
         """Add the attention output `out` and the MLP output to the residual stream x, in place."""
-        from offload_rt import ops
-
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
@@ -189,8 +182,6 @@ class NativeDecoder(Architecture):
 
     def final_states(self, weights: LayerWeights, x: Tensor) -> Tensor:
         """Apply the final norm."""
-        from offload_rt import ops
-
         return ops.rms_norm(x, weights.vector(NORM), self.eps)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
