@@ -12,9 +12,8 @@ from offload_rt.cli.format import COLUMNS, columns, format_speed, print_table
 from offload_rt.config import format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.packing import LOSSLESS_SHARE
-from offload_rt.planning.acceptance import SELF
+from offload_rt.planning.acceptance import PUBLISHED, SELF
 from offload_rt.planning.alternatives import (
-    PUBLISHED_RATES,
     Alternatives,
     Sweep,
     short_context,
@@ -153,7 +152,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
         table.add_row(name + chosen, _traffic(way), _speed(way))
     print_table(table)
     model = forecast.request.config.model.lower().rpartition("/")[2]
-    for line in PUBLISHED_RATES.get(model, ()):
+    for line in PUBLISHED["rates"].get(model, ()):
         _print(f"published: {line}")
     plan = forecast.memory_plan.plan
     touched = plan.touched

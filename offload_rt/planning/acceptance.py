@@ -6,16 +6,15 @@ k children of a node are all rejected with probability (k + 1)^-b. The exponent 
 it, the best tree of the published size and depth reaches the published tokens per pass.
 """
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.errors import SettingsError
 from offload_rt.speculate.pair_stats import PairStats
-
-_SEQUOIA = "Sequoia (arXiv 2402.12374)"
-
 
 # Tokens per pass of dynamic trees relative to static trees of as many nodes, demonstration pair at
 # T = 0: 1.15 with 64 nodes, 1.19 with 512 (`python -m bench.speculate.systems --rows 64 512
@@ -89,43 +88,10 @@ class Preset:
 
 SELF = "self"
 RECYCLE = "recycle"
-_LLAMA_2 = ("llama2-70b", "llama2-7b")
-_LLAMA_3 = ("llama3-70b", "llama3-8b")
-PRESETS = (
-    Preset("llama2-70b-chat", _LLAMA_2, 0.0, 10.30, 768, 18, 2.375, f"{_SEQUOIA}, MT-Bench, L40"),
-    Preset(
-        "llama2-70b-chat-0.6", _LLAMA_2, 0.6, 9.91, 768, 18, 2.297, f"{_SEQUOIA}, MT-Bench, L40"
-    ),
-    Preset(
-        "llama3-70b-instruct", _LLAMA_3, 0.0, 11.68, 768, 18, 2.654, f"{_SEQUOIA}, MT-Bench, L40"
-    ),
-    Preset(
-        "llama2-7b-68m", ("llama2-7b", "llama-68m"), 0.0, 5.08, 128, 10, 1.534, f"{_SEQUOIA}, A100"
-    ),
-    # 48 levels of six nodes below the root (github.com/NYCU-EDgeAi/subspec, README and configs).
-    Preset(
-        "qwen2.5-7b-self",
-        ("qwen2.5-7b", SELF),
-        0.0,
-        28.35,
-        289,
-        49,
-        4.864,
-        "SubSpec (arXiv 2509.18344), MT-Bench",
-        is_static=False,
-    ),
-    Preset(
-        "vicuna-7b-recycle",
-        ("vicuna-7b", RECYCLE),
-        0.0,
-        2.73,
-        80,
-        6,
-        0.673,
-        "Token Recycling (arXiv 2408.08696), Spec-Bench",
-        is_static=False,
-    ),
-)
+# Published acceptance of pairs, and published tokens per second of other programs by model.
+# SubSpec's trees have 48 levels of six nodes (github.com/NYCU-EDgeAi/subspec, README, configs).
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+PRESETS = tuple(Preset(**{**entry, "pair": tuple(entry["pair"])}) for entry in PUBLISHED["presets"])
 # Assumed for other targets. Optimistic for copies: the published copies were quantised more
 # carefully than ours.
 _EXAMPLES = {SELF: ("qwen2.5-7b-self", "qwen2.5-7b"), RECYCLE: ("vicuna-7b-recycle", "vicuna-7b")}

@@ -28,23 +28,6 @@ from offload_rt.planning.sizes import copies, formats, is_plain
 if TYPE_CHECKING:
     from offload_rt.planning.drafters import RankedDrafter
 
-# Published tokens per second of other programs, by model.
-PUBLISHED_RATES = {
-    "gpt-oss-120b": (
-        "33.1 by llama.cpp, --n-cpu-moe 25, RTX 3090 (r/LocalLLaMA, by ai-maestro.online)",
-        (
-            "25.6 by llama.cpp, --n-cpu-moe 36, i9-14900K (r/LocalLLaMA, by"
-            " gokawiil.com/article/74814)"
-        ),
-    ),
-    "qwen3-30b-a3b": (
-        (
-            "44 to 52 by ktransformers, bf16, RTX 5090, EPYC 9355 (kvcache-ai/ktransformers, issue"
-            " 1914)"
-        ),
-        "36.7 by llama.cpp, Q4_K_M, --n-cpu-moe 36, RTX 2080 (AlexsJones/llmfit, pull request 755)",
-    ),
-}
 # Number of points of a curve over device memory; first point of a curve over host memory.
 _N_POINTS = 12
 _FIRST_RAM = 16 << 30

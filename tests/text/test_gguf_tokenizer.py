@@ -15,11 +15,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from offload_rt.text.detokenize import encode_chat, load_tokenizer
-from offload_rt.text.gguf_tokenizer import _SPLITS
+from offload_rt.text.gguf_tokenizer import known_splits
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(bytes_to_unicode().values())
-NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *(name for names in _SPLITS for name in names.split())]
+NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *known_splits()]
 DIGITS = ["3 3", "33 3", "33 33", "33 333", "333 333"]
 SPLIT = pre_tokenizers.Split
 # Pre-tokenizers of the original tokenizer.json.
