@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -55,9 +55,14 @@ def setting(
     *,
     parse: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
+    least: int | None = None,
 ) -> Any:
-    """Declare a field with help text, parser and choices of its flag."""
-    return field(default=default, metadata={"help": text, "parse": parse, "choices": choices})
+    """Declare a field with help text and choices of its flag, and its least value.
+
+    parse  parser of the flag; None: the type of the field
+    """
+    metadata = {"help": text, "parse": parse, "choices": choices, "least": least}
+    return field(default=default, metadata=metadata)
 
 
 _TYPES: dict[type, tuple[type, str]] = {
@@ -68,9 +73,17 @@ _TYPES: dict[type, tuple[type, str]] = {
 }
 
 
-def check_types(settings: Any) -> None:
-    """Raise SettingsError for a number, text or bool of a wrong type; convert paths to texts."""
+def parser_of(item: Field[Any]) -> Callable[[str], Any]:
+    """Return the parser of a setting's flag: its own, or the type of its values."""
+    kinds = get_args(item.type) or (item.type,)
+    kind = kinds[0] if kinds[0] in (int, float, bool) else str
+    return item.metadata["parse"] or kind
+
+
+def check_settings(settings: Any) -> None:
+    """Raise SettingsError for a wrong type, choice or least value; convert paths to texts."""
     for item in fields(settings):
+        flag = flag_of(item.name)
         kinds = [kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType]
         value = getattr(settings, item.name)
         is_absent = value is None and item.default is not MISSING
@@ -82,8 +95,15 @@ def check_types(settings: Any) -> None:
         fitting = [kind for kind in kinds if isinstance(value, bool) == (kind is bool)]
         if not any(isinstance(value, _TYPES[kind][0]) for kind in fitting):
             need = " or ".join(_TYPES[kind][1] for kind in kinds)
-            flag = flag_of(item.name)
             raise SettingsError(f"{flag} is {value!r}", need=need, change=f"change {flag}")
+        choices = item.metadata.get("choices")
+        if choices and value not in choices:
+            need = "one of " + ", ".join(choices)
+            raise SettingsError(f"{flag} is {value!r}", need=need, change=f"change {flag}")
+        least = item.metadata.get("least")
+        if least is not None and (parse_size(value) if isinstance(value, str) else value) < least:
+            need = f"at least {least}"
+            raise SettingsError(f"{flag} is {value}", need=need, change=f"raise {flag}")
 
 
 @dataclass(frozen=True)
@@ -97,20 +117,24 @@ class EngineConfig:
     device: str = setting("auto", "where the model computes", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
         "auto", "dtype of the computation; auto: the checkpoint's",
-        choices=("auto", "bfloat16", "float16", "float32", "float64"),
+        choices=("auto", "bfloat16", "float16", "float32", "float64")
     )  # fmt: skip
     device_memory: str | int | None = setting(
         None,
         'memory budget on the device, like "22GiB"; on a CPU, of the whole run; default: free'
         " memory, less a margin",
+        least=1,
     )
     host_memory: str | int | None = setting(
-        None, "pinned CPU memory for weights, with a GPU; default: free memory, less a margin"
+        None,
+        "pinned CPU memory for weights, with a GPU; default: free memory, less a margin",
+        least=1,
     )
     kv_memory: str | int | None = setting(
         None,
         "device memory for keys and values; each pass reads further rows from the host, on a CPU"
         " from the disk; default: all that fits",
+        least=1,
     )
     kv_dtype: str = setting(
         "auto",
@@ -122,12 +146,12 @@ class EngineConfig:
         None,
         "maximum tokens of prompt and answer together; default: the model's limit, or the rows"
         " cached by an eighth of the budget",
-        parse=int,
+        least=1,
     )
     max_num_seqs: int = setting(
         1,
         "sequences of this length in a batch; more if shorter sequences use the same memory",
-        parse=int,
+        least=1,
     )
     link_format: str = setting(
         "auto",
@@ -144,15 +168,15 @@ class EngineConfig:
     )
     rule: str = setting("auto", "verification rule of the tree; auto: the drafter's default")
     tree_size: int | None = setting(
-        None, "nodes of the drafted tree; default: chosen from measurements", parse=int
+        None, "nodes of the drafted tree; default: chosen from measurements", least=1
     )
     tree_depth: int | None = setting(
-        None, "levels of the drafted tree; default: chosen from measurements", parse=int
+        None, "levels of the drafted tree; default: chosen from measurements", least=1
     )
     draft_context: int | None = setting(
         None,
         "tokens in a drafter's view of the target's cache; default: set by the drafter",
-        parse=int,
+        least=1,
     )
     draft_quantize: str = setting(
         "auto",
@@ -197,7 +221,7 @@ class EngineConfig:
         1,
         "number of pipeline stages, equal to the ranks started by torchrun; for machines on a"
         " slow network: each rank owns consecutive layers and sends hidden states to the next rank",
-        parse=int,
+        least=1,
     )
     mirror: str | None = setting(
         None,
@@ -207,38 +231,11 @@ class EngineConfig:
     max_image_pixels: int = setting(
         1_605_632,
         "pixels of an image; larger images are scaled down; 0: text only, without the vision tower",
-        parse=int,
+        least=0,
     )
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for item in fields(self):
-            choices = item.metadata["choices"]
-            value = getattr(self, item.name)
-            if choices and value not in choices:
-                need = "one of " + ", ".join(choices)
-                raise SettingsError(
-                    f"{flag_of(item.name)} is {value!r}",
-                    need=need,
-                    change=f"change {flag_of(item.name)}",
-                )
-        for name in ("device_memory", "host_memory", "kv_memory"):
-            value = getattr(self, name)
-            if value is not None:
-                check_positive(name, parse_size(value))
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "tree_size",
-            "tree_depth",
-            "draft_context",
-            "pipeline",
-        ):
-            check_positive(name, getattr(self, name))
-        if self.max_image_pixels < 0:
-            change = "raise --max-image-pixels"
-            have = str(self.max_image_pixels)
-            raise SettingsError("--max-image-pixels", need="at least 0", have=have, change=change)
+        check_settings(self)
 
     @property
     def device_nbytes(self) -> int | None:
@@ -254,18 +251,6 @@ class EngineConfig:
     def kv_nbytes(self) -> int | None:
         """`kv_memory` in bytes."""
         return None if self.kv_memory is None else parse_size(self.kv_memory)
-
-
-def check_positive(name: str, value: int | None) -> None:
-    """Raise SettingsError unless the value is None or a positive integer."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise SettingsError(
-            f"{flag_of(name)} is {value!r}", need="an integer", change=f"change {flag_of(name)}"
-        )
-    if value is not None and value < 1:
-        raise SettingsError(
-            f"{flag_of(name)} is {value}", need="at least 1", change=f"raise {flag_of(name)}"
-        )
 
 
 def check_folder(flag: str, path: str | Path) -> None:

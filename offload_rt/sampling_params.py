@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from offload_rt.config import check_types, flag_of, setting
+from offload_rt.config import check_settings, flag_of, setting
 from offload_rt.errors import SettingsError
 
 
@@ -142,63 +142,52 @@ class SamplingParams:
     Without `max_tokens`, None, an answer ends at the end of the context at the latest.
     """
 
-    max_tokens: int | None = setting(_N_TOKENS, "maximum new tokens", parse=int)
-    temperature: float | None = setting(
-        None, f"0 selects the most probable token{_ELSE} 0", parse=float
-    )
+    max_tokens: int | None = setting(_N_TOKENS, "maximum new tokens")
+    temperature: float | None = setting(None, f"0 selects the most probable token{_ELSE} 0")
     top_p: float | None = setting(
-        None,
-        f"keep the most probable tokens up to this total probability{_ELSE} 1",
-        parse=float,
+        None, f"keep the most probable tokens up to this total probability{_ELSE} 1"
     )
     top_k: int | None = setting(
-        None, f"keep this many of the most probable tokens; 0 or -1: all{_ELSE} all", parse=int
+        None, f"keep this many of the most probable tokens; 0 or -1: all{_ELSE} all"
     )
     min_p: float | None = setting(
-        None,
-        f"keep tokens with at least this share of the maximum probability{_ELSE} 0",
-        parse=float,
+        None, f"keep tokens with at least this share of the maximum probability{_ELSE} 0"
     )
     repetition_penalty: float | None = setting(
-        None, f"above 1: make earlier tokens less probable{_ELSE} 1", parse=float
+        None, f"above 1: make earlier tokens less probable{_ELSE} 1"
     )
-    presence_penalty: float = setting(
-        0.0, "subtracted from the logits of tokens in the answer", parse=float
-    )
+    presence_penalty: float = setting(0.0, "subtracted from the logits of tokens in the answer")
     frequency_penalty: float = setting(
-        0.0, "subtracted from logits for each occurrence in the answer", parse=float
+        0.0, "subtracted from logits for each occurrence in the answer"
     )
     logit_bias: Mapping[int, float] | None = setting(
         None, 'added to the logits of tokens, like {"50256": -100}', parse=_bias_by_id
     )
-    min_tokens: int = setting(0, "minimum tokens before the end", parse=int)
+    min_tokens: int = setting(0, "minimum tokens before the end")
     ignore_eos: bool = setting(False, "continue after the model's end tokens")
     stop: tuple[str, ...] = setting((), "end before this text (repeatable)")
-    stop_token_ids: tuple[int, ...] = setting((), "end after this token (repeatable)", parse=int)
+    stop_token_ids: tuple[int, ...] = setting((), "end after this token (repeatable)")
     bad_words: tuple[str, ...] = setting((), "never produce this text (repeatable)")
     bad_words_ids: tuple[tuple[int, ...], ...] = setting(
-        (),
-        "never produce these consecutive token ids, like 15,7 (repeatable)",
-        parse=_token_ids,
+        (), "never produce these consecutive token ids, like 15,7 (repeatable)", parse=_token_ids
     )
     allowed_token_ids: tuple[int, ...] = setting(
-        (), "produce only these tokens (repeatable); default: all", parse=int
+        (), "produce only these tokens (repeatable); default: all"
     )
-    seed: int | None = setting(None, "seed of the random numbers", parse=int)
-    n: int = setting(1, "number of answers; answer i uses the seed plus i", parse=int)
+    seed: int | None = setting(None, "seed of the random numbers")
+    n: int = setting(1, "number of answers; answer i uses the seed plus i")
     logprobs: int | None = setting(
         None,
         "with --json: log-probabilities of each token and of this many most probable tokens;"
         " -1: all",
-        parse=int,
     )
-    prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt", parse=int)
-    max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens", parse=int)
+    prompt_logprobs: int | None = setting(None, "the same for tokens of the prompt")
+    max_new_tokens: int | None = setting(None, "transformers' name of --max-tokens")
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_settings(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):

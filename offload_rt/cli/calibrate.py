@@ -23,7 +23,7 @@ from rich.table import Table
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
 from offload_rt.cli.run import read_input
-from offload_rt.config import EngineConfig, check_folder, check_positive, setting
+from offload_rt.config import EngineConfig, check_folder, check_settings, setting
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.cost.tree_size import DraftLimits, sizes_up_to
 from offload_rt.errors import CacheError, PromptError, SettingsError
@@ -53,13 +53,13 @@ class CalibrateSettings:
     prompt_file: str | None = setting(
         None, "file of prompts, separated by empty lines; default: a few lines of code"
     )
-    temperature: float = setting(0.0, "sampling temperature", parse=float)
-    tokens: int = setting(96, "tokens generated per prompt", parse=int)
+    temperature: float = setting(0.0, "sampling temperature")
+    tokens: int = setting(96, "tokens generated per prompt", least=1)
     plot: str | None = setting(None, "PNG file for plots; needs matplotlib")
     json: bool = setting(False, "print one JSON object instead of the table")
 
     def __post_init__(self) -> None:
-        check_positive("tokens", self.tokens)
+        check_settings(self)
         SamplingParams(temperature=self.temperature)
 
 

@@ -6,6 +6,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from offload_rt.config import parser_of
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.files import write_atomically
@@ -238,7 +239,7 @@ def _parse(item: Field[Any], value: str) -> Any:
         return None
     if isinstance(item.default, bool):
         return {"true": True, "false": False}[value.lower()]
-    return (item.metadata["parse"] or str)(value)
+    return parser_of(item)(value)
 
 
 def _read(path: Path, max_nbytes: int = _MOST_FILE_NBYTES) -> str:

@@ -40,9 +40,7 @@ class ConvertSettings:
         choices=("auto", "lossless", "raw"),
     )
     sidecar: str | None = setting(None, "output directory; default: in the model's directory")
-    ranks: int | None = setting(
-        None, "write a shard per rank for torchrun runs of this size", parse=int
-    )
+    ranks: int | None = setting(None, "write a shard per rank for torchrun runs of this size")
     exact_parallel: bool = setting(False, "shards for runs with --exact-parallel")
     stripe: str | None = setting(
         None,

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from offload_rt.config import EngineConfig, flag_of
+from offload_rt.config import EngineConfig, flag_of, parser_of
 from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
@@ -178,13 +178,13 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     flag = flag_of(item.name)
     text = item.metadata["help"]
     default = item.default
-    kind = item.metadata["parse"]
+    kind = parser_of(item)
     if item.name in FOLDERS:
         text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
     has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"
-    if kind is bool:
+    if kind is bool and default is None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
     elif isinstance(default, bool):
         group.add_argument(flag, action="store_true", help=text)

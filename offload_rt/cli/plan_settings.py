@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from offload_rt.config import EngineConfig, check_positive, setting
+from offload_rt.config import EngineConfig, check_settings, setting
 from offload_rt.errors import SettingsError
 from offload_rt.planning.hardware import parse_rate
 from offload_rt.sampling_params import SamplingParams
@@ -32,14 +32,14 @@ class PlanSettings:
     link: str | None = setting(
         None, "rate of the host-to-card link, default: measured rate of its PCIe version"
     )
-    temperature: float = setting(0.0, "sampling temperature", parse=float)
+    temperature: float = setting(0.0, "sampling temperature")
     acceptance: str = setting(
         "auto", "acceptance of drafted tokens: name of a preset, or probabilities by rank; "
-        "auto: measured on this machine, else a preset of this pair, else a guess",
+        "auto: measured on this machine, else a preset of this pair, else a guess"
     )  # fmt: skip
-    context: int = setting(128, "tokens before the first pass", parse=int)
-    max_new_tokens: int = setting(128, "generated tokens", parse=int)
-    ranks: int = setting(1, "cards of the machine; each computes a shard of every layer", parse=int)
+    context: int = setting(128, "tokens before the first pass", least=1)
+    max_new_tokens: int = setting(128, "generated tokens")
+    ranks: int = setting(1, "cards of the machine; each computes a shard of every layer", least=1)
     shared_link: bool = setting(False, "each pair of ranks shares a host-to-card link")
     network: str | None = setting(
         None, "rate between ranks, default: NVLink, else through host memory"
@@ -56,8 +56,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         SamplingParams(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-        for name in ("context", "ranks"):
-            check_positive(name, getattr(self, name))
+        check_settings(self)
 
     @property
     def disk_gbps(self) -> float:

@@ -45,8 +45,7 @@ class RunSettings:
     )
     plan: bool = setting(False, "print placement and predicted time per token, without generating")
     json: bool = setting(
-        False,
-        "print text, token ids and stats as a JSON object; a list for several prompts",
+        False, "print text, token ids and stats as a JSON object; a list for several prompts"
     )
     quiet: bool = setting(False, "no prompt, no progress bar and no report on stderr")
     verbose: bool = setting(False, "report trees, drafting and the link, too")
@@ -96,7 +95,6 @@ class TemplateSettings:
     enable_thinking: bool | None = setting(
         None,
         "thinking before the answer, for templates with this variable; default: the template's",
-        parse=bool,
     )
     chat_template_kwargs: Mapping[str, Any] | None = setting(
         None, """template variables, like '{"reasoning_effort": "low"}'""", parse=json_object

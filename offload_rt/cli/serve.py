@@ -13,7 +13,7 @@ from rich.console import Console
 
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
-from offload_rt.config import EngineConfig, check_positive, parse_size, setting
+from offload_rt.config import EngineConfig, check_settings, parse_size, setting
 from offload_rt.errors import SettingsError
 from offload_rt.system.progress import loading_bar
 from offload_rt.text.images import DEFAULT_LIMITS
@@ -29,7 +29,7 @@ class ServeSettings:
     host: str = setting(
         "127.0.0.1", "address to listen on; use 0.0.0.0 with an API key for other machines"
     )
-    port: int = setting(8000, "port to listen on; 0: any free port", parse=int)
+    port: int = setting(8000, "port to listen on; 0: any free port")
     api_key: str | None = setting(
         None, "API key of clients; default: OFFLOAD_RT_API_KEY, or no key"
     )
@@ -59,21 +59,18 @@ class ServeSettings:
         False, "read images behind http URLs, from public addresses only; otherwise data URLs only"
     )
     max_body: str = setting("16MiB", "maximum size of a request body, with its images in base64")
-    max_n: int = setting(16, "maximum answers per request", parse=int)
+    max_n: int = setting(16, "maximum answers per request", least=1)
     max_waiting: int = setting(
-        128, "maximum answers in the queue; further requests get status 429", parse=int
+        128, "maximum answers in the queue; further requests get status 429", least=1
     )
-    timeout: int = setting(3600, "maximum seconds of a request", parse=int)
+    timeout: int = setting(3600, "maximum seconds of a request", least=1)
     prompt_wait: float = setting(
-        2.0,
-        "maximum additional seconds of a pass for new prompts while answers are running",
-        parse=float,
+        2.0, "maximum additional seconds of a pass for new prompts while answers are running"
     )
-    drain: int = setting(30, "seconds for running requests after SIGTERM or Ctrl-C", parse=int)
+    drain: int = setting(30, "seconds for running requests after SIGTERM or Ctrl-C", least=1)
 
     def __post_init__(self) -> None:
-        for name in ("max_n", "max_waiting", "timeout", "drain"):
-            check_positive(name, getattr(self, name))
+        check_settings(self)
         if self.embeddings not in ("", "mean", "last"):
             raise SettingsError(f"--embeddings={self.embeddings}", need="mean or last")
 
