@@ -181,3 +181,40 @@ def dangers(path: Path) -> list[str]:
 
 def test_no_unpickling_no_remote_code_and_no_encoding_of_the_locale():
     assert [found for path in MODULES for found in dangers(path)] == []
+
+
+def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def undocumented(modules: list[Path]) -> list[str]:
+    """Public methods without a docstring that override no method with one."""
+    nodes = [node for path in modules for node in tree_of(path).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+    def documented(name: str) -> set[str]:
+        if name not in classes:
+            return set()
+        bases = (getattr(base, "value", base) for base in classes[name].bases)
+        inherited = (documented(getattr(base, "id", "")) for base in bases)
+        own = {node.name for node in methods(classes[name]) if ast.get_docstring(node)}
+        return own.union(*inherited)
+
+    return [
+        f"{name}.{method.name}"
+        for name in classes
+        for method in methods(classes[name])
+        if not name.startswith("_") and not method.name.startswith("_")
+        and method.name not in documented(name)
+    ]  # fmt: skip
+
+
+def test_methods_have_a_docstring_or_override_a_method_with_one():
+    assert undocumented(MODULES) == []
+
+
+@pytest.mark.parametrize(("base", "n_missing"), [("Base", 0), ("Base[int]", 0), ("object", 1)])
+def test_undocumented_methods_are_found(base, n_missing, monkeypatch):
+    code = f"""class Base:\n def f(self): 'F.'\nclass Other({base}):\n def f(self): ..."""
+    monkeypatch.setitem(globals(), "tree_of", lambda _: ast.parse(code))
+    assert len(undocumented([ROOT])) == n_missing

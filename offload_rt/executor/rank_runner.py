@@ -83,7 +83,6 @@ class RankRunner(Runner):
     assume_context = _on_all_ranks(Runner.assume_context)
 
     def least_of_ranks(self, n: int) -> int:
-        """See `Runner.least_of_ranks`."""
         return int(self.ranks.least(n)[0])
 
 
@@ -109,7 +108,6 @@ class PipelineRunner(RankRunner):
         return n
 
     def sum_over_stages(self, seconds: float) -> float:
-        """See `Runner.sum_over_stages`."""
         return self.ranks.total(seconds)[0]
 
     def _chunk_size(self, n_rows: int) -> int:

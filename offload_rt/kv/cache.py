@@ -240,7 +240,6 @@ class ContiguousCache(KVCache):
         return buffer.attend(layer, slice(first, first + len(asked.q)), asked, mask)
 
     def in_place(self) -> KVBuffer | None:
-        """See `KVCache.in_place`."""
         return self.buffer if self.leader is None and len(self._buffers) == 1 else None
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
@@ -250,7 +249,6 @@ class ContiguousCache(KVCache):
             self.leader = leader
 
     def commit(self, rows: Sequence[int]) -> None:
-        """See `KVCache.commit`."""
         super().commit(rows)
         self.leader = None
 
@@ -262,14 +260,12 @@ class ContiguousCache(KVCache):
             self.leader = None
 
     def to_host(self) -> MovedRows:
-        """See `KVCache.to_host`."""
         n = self.n_committed
         parts = [(buffer.keys[:, :, :n], buffer.values[:, :, :n]) for buffer in self._buffers]
         rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
         return MovedRows(self.committed, rows, {})
 
     def load(self, moved: MovedRows) -> None:
-        """See `KVCache.load`."""
         self.committed = moved.tokens
         n = len(moved.tokens)
         for target, source in zip(self._buffers, moved.rows, strict=True):

@@ -96,7 +96,6 @@ class RecurrentCache(ContiguousCache):
     def empty(
         cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """See `ContiguousCache.empty`."""
         made = super().empty(model, capacity, dtype, device)
         n = len(model.state_shapes)
         shape = model.state_shapes[0]
@@ -210,7 +209,6 @@ class RecurrentCache(ContiguousCache):
             self._held = {}
 
     def discard(self) -> None:
-        """See `KVCache.discard`."""
         is_spoilt = self._n_added > 0 or self.leader is not None
         super().discard()
         self._held = {}
@@ -259,7 +257,6 @@ class RecurrentCache(ContiguousCache):
         return moved._replace(states={**self._kept, self.n_committed: self.state})
 
     def load(self, moved: MovedRows) -> None:
-        """See `ContiguousCache.load`."""
         super().load(moved)
         self._kept = dict(moved.states)
         self.state = self._kept.pop(self.n_committed)

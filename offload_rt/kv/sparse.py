@@ -153,7 +153,6 @@ class ChosenCache(SparseCache):
         self._is_selecting = False
 
     def in_place(self) -> KVBuffer | None:
-        """See `KVCache.in_place`."""
         return None if self._is_selecting else super().in_place()
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:

@@ -65,7 +65,6 @@ class BlockHead(Head, NativeDecoder):
 
     @property
     def n_at_once(self) -> int:
-        """See `Head.n_at_once`."""
         return self.block_size if self.predicts_first else self.block_size - 1
 
     def layer_prefix(self, i: int) -> str:

@@ -76,7 +76,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
 
     @property
     def n_at_once(self) -> int:
-        """See `Head.n_at_once`."""
         return max(self.n_parallel, 1)
 
     def layer_prefix(self, i: int) -> str:

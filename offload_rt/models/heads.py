@@ -47,20 +47,16 @@ class HeadWeights(LayerWeights):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LayerWeights`."""
         return self.head.dtype
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See `LayerWeights`."""
         return (self.head if name in self.names else self.target).tensor(name, dtype)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights`."""
         weights, stored_name = self._with(name)
         return weights.linear(x, stored_name)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights`."""
         weights, stored_name = self._with(name)
         return weights.rows(ids, stored_name)
 
@@ -227,7 +223,6 @@ class NativeMtp(Mtp, NativeDecoder):
         return self.layout.layer
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
-        """See `Mtp.normed`."""
         return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:

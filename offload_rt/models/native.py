@@ -64,7 +64,6 @@ class NativeDecoder(Architecture):
 
     @property
     def shared_modules(self) -> tuple[str, str] | None:
-        """See `Architecture.shared_modules`."""
         return EMBED, EMBED if self.tied else HEAD
 
     def layer_prefix(self, i: int) -> str:
@@ -193,7 +192,6 @@ class NativeDecoder(Architecture):
         )
 
     def window(self, i: int) -> int | None:
-        """See `Architecture.window`."""
         return self.windows[i]
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:

@@ -212,7 +212,6 @@ class TransformersModel(Architecture):
         return Mixture(tuple(sorted(mixtures)), mixture.n_experts, mixture.n_used)
 
     def expert_names(self, i: int) -> Mapping[str, int | None]:
-        """See `Architecture.expert_names`."""
         names: dict[str, int | None] = {}
         for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
             matrices = self._parts(i).experts.get(name)

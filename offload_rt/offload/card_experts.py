@@ -54,7 +54,6 @@ class CardExperts(ExpertCache):
         return map(self._source, range(3))
 
     def close(self) -> None:
-        """See `ExpertCache.close`."""
         self._device.synchronize()
         self._slots.clear()
 
@@ -136,7 +135,6 @@ class PinnedExperts(ThreadExperts):
             self._pinned = [slot for slot in self._slots if pin(slot)]
 
     def close(self) -> None:
-        """See `ExpertCache.close`."""
         super().close()
         for slot in self._pinned:
             unpin(slot)
@@ -195,7 +193,6 @@ class TieredExperts(CardExperts):
         super().__init__(sizes, n_slots, host.tier, view, link)
 
     def close(self) -> None:
-        """See `ExpertCache.close`."""
         super().close()
         self._host.close()
 

@@ -25,13 +25,11 @@ class HostMemory(KVMemory):
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None
     ) -> KVCache:
-        """See `KVMemory.new_cache`."""
         if share is None or share.n_on_device >= capacity:
             return super().new_cache(capacity)
         return HostCache(self.spec, self.new_buffer(share.n_on_device), self.store, share)
 
     def load(self, caches: Sequence[KVCache]) -> AbstractContextManager[None]:
-        """See `KVMemory.load`."""
         layers = range(self.spec.n_layers)
         return self.store.prefetch(
             [rows for i in layers for cache in caches for rows in cache.offloaded(i)]
@@ -190,7 +188,6 @@ class HostCache(KVCache):
         super().commit(rows)
 
     def discard(self) -> None:
-        """See `KVCache.discard`."""
         super().discard()
         self._staged = None
 

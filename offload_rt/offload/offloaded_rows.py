@@ -117,8 +117,7 @@ class OffloadedRows(ABC):
         """Reserve memory for the next block."""
 
     @abstractmethod
-    def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
-        """See `write`."""
+    def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None: ...
 
 
 class HostRows(OffloadedRows):
@@ -135,7 +134,6 @@ class HostRows(OffloadedRows):
         self.free([self.allocate() for _ in range(split.n_blocks)][::-1])
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """See `OffloadedRows.tier`."""
         tier = MemoryTier(owns_pinned=len(self._pinned) == len(self._blocks))
         for i, rows in enumerate(ranges):
             tier.put(i, PackedLayer(self._rows(rows).flatten(), self.layout(rows)))
@@ -203,7 +201,6 @@ class FileRows(OffloadedRows):
             self._direct = os.dup(self._file.fileno())
 
     def tier(self, ranges: Sequence[RowRange]) -> Tier:
-        """See `OffloadedRows.tier`."""
         return _FileRanges(self, ranges, self._settings.n_parallel)
 
     def reads(self, rows: RowRange, into: Tensor) -> list[Read]:
@@ -217,7 +214,6 @@ class FileRows(OffloadedRows):
         ]
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """See `OffloadedRows.read`."""
         sizes = [rows.stop - rows.start for rows in places]
         content = torch.empty(sum(sizes), self.format.nbytes, dtype=torch.uint8)
         file = self._file.fileno()

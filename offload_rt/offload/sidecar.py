@@ -12,7 +12,7 @@ from torch import Tensor
 from offload_rt.errors import CheckpointError, LinkError
 from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
-from offload_rt.offload.tier import Read, read_parallel
+from offload_rt.offload.tier import Read, Tier, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import Layout, PackedLayer, host_block
@@ -27,7 +27,7 @@ from offload_rt.weights.lossless import (
 )
 
 
-class SidecarTier:
+class SidecarTier(Tier):
     """Tier of sidecar layers, decoded by the reader threads or left encoded for the GPU.
 
     Requests consist of whole chunks, each checked against its digest. Direct reads use a buffer per
@@ -48,7 +48,6 @@ class SidecarTier:
         self.n_parallel = settings.n_parallel * self._files.n_used
 
     def layout(self, i: int) -> Layout:
-        """See `Tier.layout`."""
         encoded = self._layers[i].encoded
         return encoded.layout if self._decodes else encoded.block_layout
 

@@ -83,7 +83,6 @@ class CudaStreamer(Streamer):
         return type(self)(sources, self._trace, self.device, self.meter, lane)
 
     def set_sources(self, sources: LayerSources) -> None:
-        """See `Streamer.set_sources`."""
         self.park()
         self._upstream.set_sources(sources.on_host())
         super().set_sources(sources)
@@ -106,7 +105,6 @@ class CudaStreamer(Streamer):
             self.device.wait(self._writes.popleft()[0])
 
     def park(self) -> None:
-        """See `Streamer.park`."""
         with self._changed:
             self._is_parked = True
             self._changed.notify_all()
@@ -121,7 +119,6 @@ class CudaStreamer(Streamer):
         self._decoded = None
 
     def close(self) -> None:
-        """See `Streamer.close`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -156,11 +156,9 @@ class ThreadStreamer(ReadThreads, Streamer):
         self._start(max((sources.source(i).n_parallel for i in self.order), default=0))
 
     def share_link(self, sources: LayerSources, lane: str) -> Self:
-        """See `Streamer.share_link`."""
         return type(self)(sources, self._trace, meter=self.meter, lane=lane)
 
     def park(self) -> None:
-        """See `Streamer.park`."""
         with self._changed:
             self._is_parked = True
             self._changed.wait_for(lambda: not self._n_reading)

@@ -42,7 +42,6 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._start(tier.n_parallel)
 
     def close(self) -> None:
-        """See `ExpertCache.close`."""
         self._end()
         self._slots.clear()
 

@@ -334,7 +334,6 @@ class DividedWeights(LayerWeights):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LayerWeights`."""
         return self._own.dtype
 
     def fused(self, names: Sequence[str]) -> Tensor | None:
@@ -383,7 +382,6 @@ class DividedWeights(LayerWeights):
         return y if style.gives_part else model.all_gather(y)[..., : self._height(f"{name}.weight")]
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """See `LayerWeights`."""
         if all(self._model.styles.get(name) == _STYLES["colwise"] for name in names):
             return self._own.linears(x, names)
         return super().linears(x, names)
@@ -415,11 +413,9 @@ class SharedWeights(DividedWeights):
         self.send: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights`."""
         return self._together("linear", x, name)
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights`."""
         return self._together("rows", ids, name)
 
     def _together(self, method: str, x: Tensor, name: str) -> Tensor:

@@ -107,7 +107,6 @@ class AdaptedView(View):
         }
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`."""
         return super().linear(x, name) + self.adapters[name](x, self.share).to(x.dtype)
 
     def linears(self, x: Tensor, names: abc.Sequence[str]) -> tuple[Tensor, ...]:

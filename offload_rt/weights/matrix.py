@@ -101,7 +101,6 @@ class QuantizedMatrix(Matrix):
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """See `Matrix.tensors`."""
         zeros = None if self.zeros is None else self.zeros.tensor
         nested = () if self.nested is None else (self.nested.scales, self.nested.table)
         parts = (self.codes, self.scales, zeros, self.groups, *nested)
@@ -117,7 +116,6 @@ class QuantizedMatrix(Matrix):
         return is_plain and is_even and is_int8
 
     def n_coded_rows(self, dtype: DType) -> float:
-        """See `Matrix.n_coded_rows`."""
         zeros = None if self.zeros is None else self.zeros.order
         is_direct = self.groups is None and dtype.itemsize == 2
         return self.packing.n_coded_rows(self.shape[1], zeros) if is_direct else 0
@@ -130,7 +128,6 @@ class QuantizedMatrix(Matrix):
         return self.packing.code_shape(*shape), grid
 
     def weight(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
-        """See `Matrix.weight`."""
         import torch  # not at the top: a plan computes nothing
 
         from offload_rt.ops.dequantize import POWERS_OF_TWO, CodedMatrix

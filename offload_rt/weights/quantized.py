@@ -35,7 +35,6 @@ class QuantizedFormat(WeightFormat):
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: DType | None, source: Source
     ) -> StoredTensor | Matrix:
-        """See `WeightFormat.stored`."""
         record = source.find(name)
         module = name.removesuffix(".weight")
         matrix = None
@@ -44,7 +43,6 @@ class QuantizedFormat(WeightFormat):
         return matrix or super().stored(name, shape, dtype, source)
 
     def is_unused(self, name: str, source: Source) -> bool:
-        """See `WeightFormat.is_unused`."""
         kind = name.rpartition(".")[2]
         record = source.find(name)
         is_read = record is not None and record.stop - record.start <= _MOST_ZEROS

@@ -65,11 +65,9 @@ class View(LayerWeights):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `LayerWeights.dtype`."""
         return self._dtype
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See `LayerWeights.tensor`."""
         return self._tensors[name].to(dtype or self._dtype)
 
     def vector(self, name: str) -> Tensor:
@@ -80,7 +78,6 @@ class View(LayerWeights):
         return vector
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`."""
         from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
 
         return linear(x, self._weight(name), self._bias(name), self._arithmetic.allows_torch)
@@ -138,7 +135,6 @@ class View(LayerWeights):
         return entry.view(self.block)
 
     def stacked(self, names: Sequence[str]) -> Stack | None:
-        """See `LayerWeights.stacked`."""
         matrices = [self.layout.matrices.get(name) for name in names]
         first = matrices[0]
         if first is None:

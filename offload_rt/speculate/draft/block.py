@@ -62,7 +62,6 @@ class BlockState(TreeState):
         return max(min(n_left, CHUNK_ROWS // (n_predicted + 1)), 0)
 
     def is_recomputed(self, row: int) -> bool:
-        """See `TreeState`."""
         return row == 0 or bool(self._block_of[row] != self._block_of[self._tree.parents[row]])
 
     def path(self, row: int) -> list[int]:

@@ -29,7 +29,6 @@ class Format(quantized.QuantizedFormat):
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         n_out, n_in = shape
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])

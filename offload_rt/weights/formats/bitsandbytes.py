@@ -32,7 +32,6 @@ class Format(quantized.QuantizedFormat):
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         name = f"{module}.weight"
         if source.find(name) is None:
             return None

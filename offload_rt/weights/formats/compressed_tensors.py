@@ -89,7 +89,6 @@ class Format(quantized.QuantizedFormat):
         super().__init__(notice=quantized.finer_notice(finer))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         scheme = self._scheme_of(source.prefix + module)
         if scheme is None:
             return None

@@ -27,7 +27,6 @@ class Format(quantized.QuantizedFormat):
         super().__init__(notice=quantized.finer_notice(["activations"]))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         block = self._block or shape
         grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         name = f"{module}.weight_scale_inv"

@@ -41,11 +41,9 @@ class GgufMatrix(Matrix):
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
-        """See `Matrix.tensors`."""
         return (self.codes,)
 
     def weight(self, tensors: Mapping[str, Tensor]) -> BlockMatrix:
-        """See `Matrix.weight`."""
         from offload_rt.ops.dequantize import BlockMatrix  # not at the top: a plan computes nothing
 
         return BlockMatrix(self.shape, tensors[self.codes.name], self.type)
@@ -61,7 +59,6 @@ class Format(QuantizedFormat):
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> GgufMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         record = source.find(f"{module}.weight")
         if record is None or record.dtype not in BLOCKS:
             return None
@@ -81,7 +78,6 @@ class Format(QuantizedFormat):
         return name == ROPE_FREQS
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
-        """See `WeightFormat.view`."""
         if self._head_dim is None:
             return super().view(layout, block, dtype)
         return _RotatedView(layout, block, dtype, self.arithmetic, self._head_dim)
@@ -104,12 +100,10 @@ class _RotatedView(view.View):
         self._head_dim = head_dim
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See `LayerWeights.tensor`."""
         values = super().tensor(name, dtype)
         return self._reordered(values[None], name.removesuffix(".bias"))[0]
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.rows`."""
         if name in _ROTATED:
             half = self._head_dim // 2
             within = ids % self._head_dim
@@ -117,11 +111,9 @@ class _RotatedView(view.View):
         return super().rows(ids, name)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """See `LayerWeights.linear`."""
         return self._reordered(super().linear(x, name), name)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """See `LayerWeights.linears`."""
         return tuple(map(self._reordered, super().linears(x, names), names))
 
     def _reordered(self, y: Tensor, name: str) -> Tensor:

@@ -39,7 +39,6 @@ class Format(quantized.QuantizedFormat):
         super().__init__()
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`."""
         bits, size = _sizes(self._config_of(source.prefix + module))
         n_out, n_in = shape
         packing = Packing("columns", bits, (n_in if size == -1 else size, 1))
