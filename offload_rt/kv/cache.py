@@ -229,7 +229,6 @@ class ContiguousCache(KVCache):
         return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
-        """Append k and v, and attend to all visible rows."""
         first = self.n_held + start
         n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
         buffer = self._buffers[n]
@@ -273,12 +272,10 @@ class ContiguousCache(KVCache):
             target.values[:, :, :n] = source.values
 
     def move(self, rows: Sequence[int], first: int) -> None:
-        """Move rows in place."""
         for buffer in self._buffers:
             ops.commit_rows(buffer.keys, buffer.values, torch.tensor(rows), first)
 
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """Return views of the buffers."""
         n, layer = self._places[layer] if self._places else (0, layer)
         at = slice(tokens.start, tokens.stop)
         return self._buffers[n].keys[layer, :, at], self._buffers[n].values[layer, :, at]

@@ -40,7 +40,6 @@ class SparseCache(ContiguousCache):
 
     @property
     def n_held(self) -> int:
-        """Older and recent rows in use."""
         return self.n_kept + self.n_committed - self.first_recent
 
     @abstractmethod

@@ -68,11 +68,9 @@ class BlockHead(Head, NativeDecoder):
         return self.block_size if self.predicts_first else self.block_size - 1
 
     def layer_prefix(self, i: int) -> str:
-        """Return the numbered prefix of layer i."""
         return f"layers.{i}."
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return the fusion of hidden states, norms, a reduced head, and the Markov matrices."""
         d = self.hidden_size
         tensors = [
             TensorShape("fc.weight", (d, len(self.taps) * d)),
@@ -240,7 +238,6 @@ class DFlash2(BlockHead):
     selector_top_k: int = 16
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return a layer of Qwen3 and its convolutions."""
         d = self.hidden_size
         n_taps = self.conv_kernel_size
         n_dynamic = 2 * n_taps * (d // self.conv_group_size)
@@ -255,7 +252,6 @@ class DFlash2(BlockHead):
         return (*super().layer_tensors(i), *convolutions)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return the tensors of DFlash and of the selector."""
         rank = self.selector_rank
         return (
             *super().non_layer_tensors(),

@@ -79,7 +79,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return max(self.n_parallel, 1)
 
     def layer_prefix(self, i: int) -> str:
-        """Return the prefix of a layer."""
         return f"layers.{i}." if i else self.prefix
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
@@ -96,7 +95,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return (norm("hidden_norm", d), *doubled)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return norms and matrix of the fusion, the final norm, the embedding and the head."""
         d = self.hidden_size
         n = len(self.taps)
         norms = [TensorShape(_MASK, self.mask_shape)] if self.n_parallel else []
@@ -113,7 +111,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Look up the head's embedding, or the target's."""
         return weights.rows(ids, _OWN_EMBED if self.has_embedding else EMBED), row_inputs
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -135,7 +132,6 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return self.reduce_states(weights, states)
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
-        """Concatenate embeddings and states."""
         return torch.cat((x, states), 1)
 
     layer_group = Architecture.layer_group

@@ -187,7 +187,6 @@ class Mtp(HeadDecoder):
         """Apply norm `name` to x (n, hidden_size)."""
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return the norms and the projection."""
         d = self.hidden_size
         names = self.layout
         norms = (norm(name, d) for name in (names.embed_norm, names.hidden_norm, names.norm))
@@ -202,7 +201,6 @@ class Mtp(HeadDecoder):
         )
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
-        """Norm inputs inputs and project their concatenation."""
         names = self.layout
         embedded = self.normed(weights, names.embed_norm, x)
         hidden = self.normed(weights, names.hidden_norm, states)
@@ -219,14 +217,12 @@ class NativeMtp(Mtp, NativeDecoder):
     """Multi-token prediction layer of a native decoder."""
 
     def layer_prefix(self, i: int) -> str:
-        """Return the prefix of the only layer."""
         return self.layout.layer
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
         return ops.rms_norm(x, weights.vector(name), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Apply the layer's norm and the target's head."""
         return weights.linear(self.child_inputs(weights, x), HEAD)
 
 
@@ -243,11 +239,9 @@ class Medusa(Head, NativeDecoder):
     has_bias: bool = True
 
     def layer_prefix(self, i: int) -> str:
-        """Return the numbered prefix of head i."""
         return f"{self.prefix}{i}."
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return residual blocks and a head."""
         d = self.hidden_size
         parts = ("weight", "bias") if self.has_bias else ("weight",)
         names = [f"{k}.linear.{part}" for k in range(self.n_blocks) for part in parts]
@@ -255,7 +249,6 @@ class Medusa(Head, NativeDecoder):
         return (*(TensorShape(name, (d, d) if "weight" in name else (d,)) for name in names), head)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return no tensors."""
         return ()
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
@@ -269,11 +262,9 @@ class Medusa(Head, NativeDecoder):
         return weights.linear(x, f"{self.n_blocks}")
 
     def kv_nbytes(self, itemsize: int) -> int:
-        """Return 0: Medusa has no cache."""
         return 0
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
-        """Count 2 per weight and row."""
         return (
             2.0 * n_rows * self.hidden_size * (self.n_blocks * self.hidden_size + self.vocab_size)
         )

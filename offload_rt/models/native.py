@@ -67,11 +67,9 @@ class NativeDecoder(Architecture):
         return EMBED, EMBED if self.tied else HEAD
 
     def layer_prefix(self, i: int) -> str:
-        """Return transformers' layer prefix for these families."""
         return f"model.layers.{i}."
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return the tensors of a layer, equal for all layers."""
         return self._layer_tensors
 
     @cached_property
@@ -95,7 +93,6 @@ class NativeDecoder(Architecture):
         )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return embedding, final norm, and the head unless tied to the embedding."""
         table = (self.vocab_size, self.hidden_size)
         head = () if self.tied else (TensorShape(f"{HEAD}.weight", table),)
         return (TensorShape(f"{EMBED}.weight", table), norm(NORM, self.hidden_size), *head)
@@ -118,7 +115,6 @@ class NativeDecoder(Architecture):
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Look up the embedding."""
         return weights.rows(ids, EMBED), row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
@@ -176,11 +172,9 @@ class NativeDecoder(Architecture):
         return x.add_(weights.linear(ops.silu_mul(*weights.linears(h, GATE_UP)), "mlp.down_proj"))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Apply the final norm and the head."""
         return weights.linear(self.final_states(weights, x), EMBED if self.tied else HEAD)
 
     def final_states(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Apply the final norm."""
         return ops.rms_norm(x, weights.vector(NORM), self.eps)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:

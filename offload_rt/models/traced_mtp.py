@@ -42,7 +42,6 @@ class TracedMtp(Mtp, TransformersModel):
         return spec, {name: part._replace(name=known[part.name]) for name, part in parts.items()}
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
-        """Apply the model's norm class."""
         return self.model.normed(weights.vector(name), x)
 
 

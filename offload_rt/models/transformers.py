@@ -182,11 +182,9 @@ class TransformersModel(Architecture):
         return f"{self.family}: only the text model of the checkpoint is used" if is_part else ""
 
     def kv_layers(self, i: int) -> Sequence[int]:
-        """Return the cache layers recorded by tracing."""
         return self.model.cache.of_layer(i)
 
     def kv_read(self, i: int) -> Collection[int]:
-        """Return the cache layers read, recorded by tracing."""
         return self.model.cache.read.get(i, ())
 
     def of_checkpoint(
@@ -204,7 +202,6 @@ class TransformersModel(Architecture):
 
     @property
     def mixture(self) -> Mixture | None:
-        """Expert layers recorded by tracing."""
         mixtures = self.model.mixtures
         mixture = next(iter(mixtures.values()), None)
         if mixture is None:
@@ -222,7 +219,6 @@ class TransformersModel(Architecture):
         return names
 
     def layer_prefix(self, i: int) -> str:
-        """Return the prefix of the model's layer."""
         return f"{self.model.prefix}{i}."
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
@@ -269,11 +265,9 @@ class TransformersModel(Architecture):
         return self.model.embed(weights, ids, row_inputs[0])
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Run the model's layer."""
         return self.model.layer(i, weights, self._parts(i), x, context)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Run the modules after the last layer."""
         return self.model.head(weights, x)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
@@ -334,17 +328,14 @@ class NativeMixture(TransformersModel):
     def row_inputs(
         self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Return cosines and sines, each (n, head_dim)."""
         return self.decoder.row_inputs(positions, lengths, dtype)
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Look up the embedding."""
         return self.decoder.embed(weights, ids, row_inputs)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Apply attention and the mixture, each on a norm of the residual stream."""
         eps = self.decoder.eps
         h = ops.rms_norm(x, weights.vector("input_layernorm"), eps)
         out = self.decoder.attention(i, weights, h, context)
@@ -352,7 +343,6 @@ class NativeMixture(TransformersModel):
         return x.add_(self.model.mlp(i, weights, self._parts(i), h))
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Apply the final norm and the head."""
         return self.decoder.head(weights, x)
 
 

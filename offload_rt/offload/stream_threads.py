@@ -168,7 +168,6 @@ class ThreadStreamer(ReadThreads, Streamer):
             self._note_standstill()
 
     def close(self) -> None:
-        """Stop all reads, join the threads and free the slots; idempotent."""
         self._end()
         for slot in self._pinned:
             unpin(slot)

@@ -70,17 +70,14 @@ class Stage(ModelPart):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """KV shapes of this stage's layers."""
         return tuple(self.whole.kv_shapes[n] for i in self.layers for n in self.whole.kv_layers(i))
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
-        """State shapes of this stage's layers."""
         return self.whole.state_shapes[: sum(i in self.layers for i in self.whole.state_layers)]
 
     @property
     def mixture(self) -> Mixture | None:
-        """Expert layers of this stage."""
         whole = self.whole.mixture
         layers = (
             tuple(self.layers.index(i) for i in whole.layers if i in self.layers) if whole else ()

@@ -270,11 +270,9 @@ class TensorParallelModel(ModelPart):
         }
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return this rank's shards."""
         return self._of_rank(self.whole.layer_tensors(i))
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return this rank's shards."""
         return self._of_rank(self.whole.non_layer_tensors())
 
     def exchanges(self, i: int) -> list[tuple[bool, int]]:
@@ -309,7 +307,6 @@ class TensorParallelModel(ModelPart):
         return self.whole.head(self.of_rank(weights), x)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
-        """Return a rank's share of the FLOPs."""
         return self.whole.flops(i, n_rows, context) / self.size
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:

@@ -35,11 +35,9 @@ class TaggedParser(AnswerParser):
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
         return self.splitter.is_reasoning
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Append generated text. Returns the parts that are now certain."""
         parts = [
             Parsed(reasoning=part.text) if part.is_reasoning else self.tools.feed(part.text)
             for part in self.splitter.add(text, is_last)

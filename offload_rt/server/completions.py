@@ -102,7 +102,6 @@ class ChatWriter(CompletionWriter):
         return [*map(event, chunks)]
 
     def usage(self) -> Json:
-        """Count tokens so far."""
         details = {"reasoning_tokens": self.answer.n_reasoning}
         return super().usage() | {"completion_tokens_details": details}
 

@@ -75,7 +75,6 @@ class MessagesRequest(CountRequest):
     output_config: Json | None = None
 
     def fields(self) -> Json:
-        """Return the fields of a chat request. Raises SettingsError for unknown values."""
         names = {"max_tokens", "stream", "temperature", "top_p", "top_k"}
         fields = super().fields() | self.model_dump(include=names)
         fields["response_format"] = as_response_format(self.output_config)

@@ -235,6 +235,5 @@ class SelfDraftModel(DraftModel):
         return n
 
     def end(self, sequence: Sequence) -> None:
-        """Release the view of a sequence."""
         self._n_rows += self._views.pop(sequence, (0, 0))[1]
         super().end(sequence)

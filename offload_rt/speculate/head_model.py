@@ -134,7 +134,6 @@ class HeadModel(DraftModel):
         return n
 
     def end(self, sequence: Sequence) -> None:
-        """Release the inputs and the cache of a sequence."""
         self._inputs.pop(sequence, None)
         self._waiting.pop(sequence, None)
         super().end(sequence)
@@ -175,7 +174,6 @@ class LevelModel(HeadModel):
         self._logits: dict[Sequence, Tensor] = {}  # (levels, vocabulary), indexed by parent depth
 
     def end(self, sequence: Sequence) -> None:
-        """Release the logits and the inputs of a sequence."""
         self._logits.pop(sequence, None)
         super().end(sequence)
 

@@ -52,7 +52,6 @@ class TextDrafter(Drafter):
         self._proposals: dict[Sequence, Proposal] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
-        """Propose a tree of at most `n_nodes` nodes per sequence."""
         started = time.perf_counter()
         begun = {
             sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences

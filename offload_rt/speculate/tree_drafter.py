@@ -65,11 +65,9 @@ class TreeDrafter(TextDrafter):
         return super().may_pause and self._learner is None
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Pass the sequence's target cache to the draft model."""
         self._model.begin(sequence, cache, n_nodes)
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
-        """Propose a tree of at most `n_nodes` nodes per sequence."""
         self._start_s, self._n_missing = 0.0, 0
         return super().propose(sequences, n_nodes)
 
@@ -100,7 +98,6 @@ class TreeDrafter(TextDrafter):
         self.n_predicted = max(n_recycled, self._learner.n_predicted if self._learner else 0)
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
-        """Pass the target's hidden states to the draft head."""
         self._model.observe(sequence, first, states)
 
     def leave(self, sequence: Sequence) -> None:
@@ -109,22 +106,18 @@ class TreeDrafter(TextDrafter):
             self._learner.end(sequence)
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Transfer the draft model's state; see `Drafter.transfer`."""
         return self._model.transfer(old, new, n)
 
     def end(self, sequence: Sequence) -> None:
-        """Release the draft's cache of a sequence."""
         super().end(sequence)
         self._model.end(sequence)
 
     def save(self) -> None:
-        """Save pair statistics and learned weights."""
         self.pair_stats.save()
         if self._learner is not None:
             self._learner.save()
 
     def estimates_at(self, temperature: float) -> Estimates:
-        """Return the estimates for the kind of tree proposed at a temperature."""
         kind = self._kind(temperature)
         return self.pair_stats.at(
             f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature
@@ -145,7 +138,6 @@ class TreeDrafter(TextDrafter):
         return self._model.grow(builders)
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
-        """Start a tree; return None if nothing can be drafted."""
         n_most = min(self.limits.n_levels, sequence.n_left)
         n_levels = min(n_most, self._model.max_levels)
         n_rows = n_nodes

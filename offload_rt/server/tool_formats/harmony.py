@@ -38,7 +38,6 @@ class HarmonyParser(AnswerParser):
         return self._has_channels and self._channel == "analysis"
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
-        """Append generated text. Returns the parts that are now certain."""
         self._buffer += text
         parsed = Parsed.join(iter(self._next, None))
         if not is_last or self._channel is None:

@@ -124,7 +124,6 @@ class BlockModel(LevelModel):
         return n
 
     def end(self, sequence: Sequence) -> None:
-        """Release the cache of a sequence."""
         self._buffers.pop(sequence, None)
         super().end(sequence)
 

@@ -156,7 +156,6 @@ class Lookahead(Drafter):
         state.add_text([*sequence.tokens[1 - state.length :], *taken])
 
     def end(self, sequence: Sequence) -> None:
-        """Release the window and the n-grams of a sequence."""
         self._states.pop(sequence, None)
 
     def _n_free(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> int:

@@ -31,7 +31,6 @@ class PromptLookup(Drafter):
         self._best: dict[Sequence, NgramMatch] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
-        """Propose a tree per sequence."""
         self._best.clear()
         return [self._tree(sequence, n_nodes, len(sequences)) for sequence in sequences]
 
@@ -43,7 +42,6 @@ class PromptLookup(Drafter):
             self._rates.observe(match, [*tree.tokens[list(verdict.path)].tolist(), verdict.bonus])
 
     def end(self, sequence: Sequence) -> None:
-        """Forget the match of a sequence."""
         self._best.pop(sequence, None)
 
     def _tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> DraftTree:

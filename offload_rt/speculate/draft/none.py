@@ -22,7 +22,6 @@ class PlainDecoding(Drafter):
         """Take the arguments of all drafters."""
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
-        """Return a root-only tree per sequence."""
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 

@@ -168,7 +168,6 @@ class TriForce(TreeDrafter):
         self._level_s = [0.0, 0.0]  # without and with guesses
 
     def end(self, sequence: Sequence) -> None:
-        """Release the draft caches of a sequence."""
         self._small.end(sequence)
         super().end(sequence)
 
