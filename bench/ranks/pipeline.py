@@ -1,25 +1,17 @@
 """How much faster are two machines that together hold a model than a machine that streams it?
 
     OMP_NUM_THREADS=1 python -m bench.ranks.pipeline [--size 256MB] [--gbps 1] [--rounds 5]
-    python -m bench.ranks.pipeline --ahead
 
 Two processes represent the machines, connected by gloo, each with memory for 6 of 10 layers. A
 process with the same budget streams over a paced link. The floor is a process with memory for all
 layers. A prompt of 1,000 tokens consists of two chunks, so two ranks in parallel need 3/4 of its
 time.
-
-With --ahead, simulate an upper bound of the gain of sending rows before the verdict on the last
-tree. Drafting is free, all stages take equal time, and useless rows still occupy their stages.
 """
 
-import heapq
 import json
-import random
 import time
-from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,15 +28,6 @@ WIDTHS = (1, 64, 256)
 CONTEXT = 256
 N_PROMPT = 1000
 CASES = (*(f"pass of {n} rows" for n in WIDTHS), f"prompt of {N_PROMPT} tokens")
-# Probabilities that the k-th most probable draft token is correct.
-CHANCES = (
-    (0.8, 0.08, 0.03, 0.02, 0.01),
-    (0.6, 0.14, 0.07, 0.04, 0.03),
-    (0.45, 0.15, 0.08, 0.05, 0.04),
-)
-
-# A path from the root: rank of each token among its siblings, most probable first.
-Node = tuple[int, ...]
 
 
 def config(model: Path, nbytes: int, **more: int) -> EngineConfig:
@@ -63,52 +46,6 @@ def seconds(llm: LLM, generator: torch.Generator) -> list[float]:
     return [*passes, time.perf_counter() - started]
 
 
-def most_likely(root: Node, chances: Sequence[float], sent: Container[Node], n: int) -> list[Node]:
-    """Return the n most probable nodes at and below the root, without sent nodes."""
-    nodes: list[Node] = []
-    heap = [(-1.0, root)]
-    while len(nodes) < n:
-        chance, node = heapq.heappop(heap)
-        nodes += [] if node in sent else [node]
-        for k, of_child in enumerate(chances):
-            heapq.heappush(heap, (chance * of_child, (*node, k)))
-    return nodes
-
-
-def tokens_per_turn(
-    chances: Sequence[float], n_stages: int, n_rows: int, ahead: bool, n_turns: int = 4000
-) -> float:
-    """Simulate tokens per turn of a stage, with a tree per verdict, or with rows in every turn."""
-    draw = random.Random(0)
-    n_tokens = 0
-    root = Node()
-    sent: dict[Node, int] = {}  # turn at the end of which the logits are known
-    for turn in range(n_turns):
-        if ahead or not sent:
-            nodes = most_likely(root, chances, sent, n_rows)
-            sent |= dict.fromkeys(nodes, turn + n_stages - 1)
-        while sent.get(root, turn + 1) <= turn:
-            n_tokens += 1
-            (k,) = draw.choices(range(len(chances) + 1), [*chances, 1 - sum(chances)])
-            root = (*root, k)
-            sent = {node: end for node, end in sent.items() if node[: len(root)] == root}
-            root = root if sent else Node()
-    return n_tokens / n_turns
-
-
-def gains() -> dict[str, float]:
-    """Print the gain of sending rows ahead."""
-    result = {}
-    for chances, n_stages, n_rows in product(CHANCES, (2, 4, 8), (16, 64)):
-        waiting, ahead = (
-            tokens_per_turn(chances, n_stages, n_rows, is_ahead) for is_ahead in (False, True)
-        )
-        case = f"{chances[0]:.2f}, {n_stages} stages, {n_rows} rows"
-        result[case] = ahead / waiting
-        print(f"{case}: {waiting:.3f} -> {ahead:.3f}, {ahead / waiting:.2f}")
-    return result
-
-
 def main() -> None:
     """Compare the machines, or measure as a rank."""
     bench = Benchmark("pipeline", __doc__)
@@ -117,7 +54,6 @@ def main() -> None:
     bench.add("--rounds", type=int, default=5)
     bench.add("--rank-of", type=Path, help="checkpoint; print measurements as a rank")
     bench.add("--budget", type=int, help="bytes of memory of the rank")
-    bench.add("--ahead", action="store_true", help="simulate rows sent ahead")
     flags = bench.parse()
     generator = torch.Generator().manual_seed(time.time_ns())
     if flags.rank_of:
@@ -125,8 +61,6 @@ def main() -> None:
             assert llm.plan.is_resident, "each rank holds its layers"
             return print(json.dumps(seconds(llm, generator)))
     bench.print_header()
-    if flags.ahead:
-        return bench.finish(gains=gains())
     model = expanded_model(flags.size)
     with ExitStack() as closes:
         memory = 3 * parse_size(flags.size) + (1 << 29)
