@@ -268,12 +268,10 @@ class DFlash2(BlockHead):
         cached: tuple[Tensor, Tensor],
         rotary: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """See `BlockHead.attend_to_block`; convolve input and output."""
         h, convolve = self._convolved(layer, _CONVOLUTIONS[0], h)
         return convolve(super().attend_to_block(i, layer, h, cached, rotary))
 
     def mlp(self, weights: LayerWeights, x: Tensor, out: Tensor) -> Tensor:
-        """See `NativeDecoder.mlp`; convolve input and output."""
         h = ops.add_rms_norm(x, out, weights.vector("post_attention_layernorm"), self.eps)
         h, convolve = self._convolved(weights, _CONVOLUTIONS[1], h)
         wide = ops.silu_mul(*weights.linears(h, GATE_UP))

@@ -334,11 +334,9 @@ class DividedWeights(LayerWeights):
         return self._own.dtype
 
     def fused(self, names: Sequence[str]) -> Tensor | None:
-        """See `LayerWeights`; used for experts."""
         return self._own.fused(names)
 
     def stacked(self, names: Sequence[str]) -> Stack | None:
-        """See `LayerWeights`; used for experts."""
         return self._own.stacked(names)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

@@ -59,7 +59,6 @@ class Generic(CallFormat):
     instructions = _INSTRUCTIONS
 
     def answer_grammar(self, functions: Sequence[Json], lark: Lark, formats: Json) -> str | None:
-        """Build the Lark grammar of an answer with or without calls."""
         if formats.keys() - {"json", "json_object"}:
             return None  # the client has a format of its own
         calls = call_grammar(self, functions, lark, False).removeprefix("start:")

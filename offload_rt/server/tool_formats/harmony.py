@@ -34,7 +34,6 @@ class HarmonyParser(AnswerParser):
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the analysis."""
         return self._has_channels and self._channel == "analysis"
 
     def feed(self, text: str, is_last: bool = False) -> Parsed:
