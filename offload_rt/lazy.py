@@ -20,3 +20,7 @@ class LazyModule:
 torch: Any = LazyModule("torch")
 ops: Any = LazyModule("offload_rt.ops")
 decoder_cpu: Any = LazyModule("offload_rt.ops.decoder_cpu")
+dequantize: Any = LazyModule("offload_rt.ops.dequantize")
+linear_cpu: Any = LazyModule("offload_rt.ops.linear_cpu")
+products: Any = LazyModule("offload_rt.ops.linear")
+tree_mask: Any = LazyModule("offload_rt.ops.tree_mask")

@@ -12,7 +12,10 @@ from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    from offload_rt.lazy import torch
 
 # Bytes of a block per layer: large enough for a link, small enough for a few blocks in any budget.
 # A GPU's link copies 4 MiB in 160 us, less than the host needs to launch attention to a block
@@ -65,8 +68,6 @@ class RowFormat:
 
     def pack(self, keys: Tensor, values: Tensor) -> Tensor:
         """Convert keys, values (..., n_kv_heads, n, head_dim) to rows (..., n, nbytes) uint8."""
-        import torch  # not at the top: a plan packs no row
-
         pair = torch.stack((keys, values), -4).movedim(-2, -4)
         parts = [pair]
         if self.is_fp8:
@@ -81,8 +82,6 @@ class RowFormat:
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows (n, nbytes) uint8 to keys and values (n_kv_heads, n, head_dim)."""
-        import torch
-
         n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
         shape = (-1, 2, self.n_kv_heads, self.head_dim)
         n = 2 * self.n_kv_heads * self.head_dim

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from offload_rt.ops.tree_mask import TreeMask
+    from offload_rt.ops import tree_mask
+else:
+    from offload_rt.lazy import torch, tree_mask
 
 
 def path_up(parents: np.ndarray, node: int) -> list[int]:
@@ -118,19 +121,16 @@ class Topology:
             last = last[last]
         return last
 
-    def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
+    def mask(self, start: int, stop: int, n_before: int) -> tree_mask.TreeMask:
         """Build the attention mask of nodes [start, stop), with `n_before` keys before the tree.
 
         A prefix visible to all of these nodes, e.g. a prompt above a tree, counts as keys before
         the tree. Masks quadratic in the prompt length are thus avoided.
         """
-        # not at the top: a plan has shapes alone
-        from offload_rt.ops.tree_mask import make_tree_mask
-
         trunk = min(int(self._last_in_run[start:stop].min()) + 1, start)
         # Earlier nodes may branch off inside the trunk; none of these nodes attends to them.
         parents = np.maximum(self.parents[trunk:stop] - trunk, -1)
-        return make_tree_mask(parents, start - trunk, n_before + trunk)
+        return tree_mask.make_tree_mask(parents, start - trunk, n_before + trunk)
 
     def after_chain(self, n: int) -> Topology:
         """Return this tree below a chain of n nodes; the last chain node is the root's parent."""
@@ -164,24 +164,20 @@ class GrowingTree:
 
     def add(self, parents: Sequence[int]) -> range:
         """Add nodes below existing nodes; return them."""
-        from offload_rt.ops.tree_mask import own_bits
-
         nodes = np.arange(self._n, self._n + len(parents))
         above = np.asarray(parents, dtype=np.int64)
         assert (above < self._n).all(), "parents must exist"
         self.parents[nodes] = above
         self._depths[nodes] = self._depths[above] + 1
         self._words[nodes] = self._words[above]
-        self._words[nodes, nodes // 32] |= own_bits(nodes)
+        self._words[nodes, nodes // 32] |= tree_mask.own_bits(nodes)
         self._n += len(parents)
         return range(self._n - len(parents), self._n)
 
-    def mask(self, start: int, stop: int, n_before: int) -> TreeMask:
+    def mask(self, start: int, stop: int, n_before: int) -> tree_mask.TreeMask:
         """Build the attention mask of nodes [start, stop), with `n_before` keys before the tree."""
-        from offload_rt.ops.tree_mask import packed_mask
-
         bits = self._words[start:stop, : -(-stop // 32)].view(np.int32)
-        return packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
+        return tree_mask.packed_mask(bits, self._depths[start:stop], self._depths[:stop], n_before)
 
 
 @dataclass(frozen=True)
@@ -233,8 +229,6 @@ class DraftTree:
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
         """Return a tree with only the last token: plain decoding."""
-        import torch
-
         return cls(Topology.chain(1), torch.tensor([token]))
 
     def candidates(self) -> DraftTree:
@@ -253,8 +247,6 @@ class DraftTree:
         n_new = len(parents) - len(self.topology)
         if n_new == 0:
             return self
-        import torch
-
         sampled = self.sampled
         if sampled is not None:
             is_sampled = np.pad(sampled.is_sampled, (0, n_new))

@@ -18,6 +18,8 @@ from offload_rt.weights.matrix import QuantizedMatrix, ZeroPoints
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+else:
+    from offload_rt.lazy import torch
 
 # Name of the 4-bit copies of a self-drafting target's layers, and dtype of their further weights.
 COPIES = "int4"
@@ -52,8 +54,6 @@ def rounded_layout(tensors: Iterable[tuple[str, tuple[int, ...], DType]], roundi
 
 def rounded(layer: PackedLayer, rounding: str, device: torch.device) -> PackedLayer:
     """Copy a block to the device with quantised matrices; all further tensors stay unchanged."""
-    import torch  # not at the top: a plan asks for the layout alone
-
     layout = rounded_layout(layer.layout.tensors, rounding)
     if device.type == "cuda":
         block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
@@ -102,8 +102,6 @@ def _int4_matrix(name: str, n: int, k: int) -> Matrix | None:
 
 def _int4(weight: Tensor, n_groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes (n, k / 8), scales (n, groups) and packed zero points (n / 8, groups)."""
-    import torch
-
     groups = weight.float().view(len(weight), n_groups, -1)
     least = groups.amin(-1).clamp_max(0)
     largest = groups.amax(-1).clamp_min(0)
@@ -118,8 +116,6 @@ def _int4(weight: Tensor, n_groups: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _words(codes: Tensor) -> Tensor:
     """Pack 4-bit codes (n, 8 m) into int32 words (n, m), low bits first."""
-    import torch
-
     shifts = 4 * torch.arange(_PER_WORD, dtype=torch.int32, device=codes.device)
     eights = codes.int().view(len(codes), -1, _PER_WORD)
     words: Tensor = (eights << shifts).sum(-1, dtype=torch.int32)
@@ -128,8 +124,6 @@ def _words(codes: Tensor) -> Tensor:
 
 def _scaled(weight: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     """Return codes (n, k) and float32 scales (n, 1) of rows of a matrix."""
-    import torch
-
     wide = weight.float()
     scales = wide.abs().amax(1, keepdim=True) / _LARGEST[rounding]
     steps = wide / scales.clamp_min(torch.finfo(torch.float32).tiny)

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from offload_rt.ops import dequantize, linear_cpu
+    from offload_rt.ops import linear as products
     from offload_rt.ops.dequantize import Weight
     from offload_rt.ops.few_rows import Stack
     from offload_rt.ops.linear_cpu import MatrixStack
+else:
+    from offload_rt.lazy import dequantize, linear_cpu, products, torch
 
 
 @dataclass(frozen=True)
@@ -78,17 +82,12 @@ class View(LayerWeights):
         return vector
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        from offload_rt.ops.linear import linear  # not at the top: a plan computes nothing
-
-        return linear(x, self._weight(name), self._bias(name), self._arithmetic.allows_torch)
+        return products.linear(
+            x, self._weight(name), self._bias(name), self._arithmetic.allows_torch
+        )
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
-        import torch
-        from torch.nn.functional import linear
-
-        from offload_rt.ops.linear import linears
-
         weight = self.fused(names) if x.is_cuda else None
         bias = self.fused(names, "bias") if weight is not None else None
         if weight is None or (
@@ -96,9 +95,9 @@ class View(LayerWeights):
         ):
             weights = [self._weight(name) for name in names]
             biases = [self._bias(name) for name in names]
-            return tuple(linears(x, weights, biases, self._arithmetic.allows_torch))
+            return tuple(products.linears(x, weights, biases, self._arithmetic.allows_torch))
         widths = [len(self._tensors[f"{name}.weight"]) for name in names]
-        return tuple(torch.split(linear(x, weight, bias), widths, dim=1))
+        return tuple(torch.split(torch.nn.functional.linear(x, weight, bias), widths, dim=1))
 
     def stored(self, name: str) -> tuple[Weight, Tensor | None] | None:
         """See `LayerWeights.stored`; torch may multiply instead."""
@@ -110,8 +109,6 @@ class View(LayerWeights):
         self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
     ) -> Tensor:
         """See `LayerWeights.linear_experts`; in one call of the CPU library if it serves all."""
-        from offload_rt.ops import linear_cpu
-
         stack = self._expert_stack(x, names)
         if stack is not None:
             return linear_cpu.linear_groups(x, ends, stack, experts)
@@ -119,12 +116,10 @@ class View(LayerWeights):
 
     def _expert_stack(self, x: Tensor, names: Sequence[Sequence[str]]) -> MatrixStack | None:
         """Return the matrices of experts for rows like x; see `ops.linear.stack`."""
-        from offload_rt.ops.linear import stack
-
         key = names[0][0]
         if key not in self._expert_stacks:
             weights = [[self._weight(name) for name in group] for group in names]
-            self._expert_stacks[key] = stack(x, weights)
+            self._expert_stacks[key] = products.stack(x, weights)
         return self._expert_stacks[key]
 
     def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
@@ -172,23 +167,16 @@ class View(LayerWeights):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         """See `LayerWeights.rows`; without the CPU library, dequantises complete AWQ words."""
-        import torch
-        from torch.nn.functional import embedding
-
-        from offload_rt.ops import linear_cpu
-        from offload_rt.ops.dequantize import CodedMatrix
-        from offload_rt.ops.linear import dequantize
-
         weight = self._weight(name)
         if isinstance(weight, torch.Tensor):
-            return embedding(ids, weight).to(self._dtype)
+            return torch.nn.functional.embedding(ids, weight).to(self._dtype)
         out = torch.empty(len(ids) * weight.shape[1], dtype=self._dtype, device=ids.device)
-        is_awq = isinstance(weight, CodedMatrix) and weight.packing.order == "awq"
+        is_awq = isinstance(weight, dequantize.CodedMatrix) and weight.packing.order == "awq"
         if not is_awq or linear_cpu.serves(out, weight):
-            return dequantize(weight, out, ids)
+            return products.dequantize(weight, out, ids)
         words = ids[:, None] // 8 * 8 + torch.arange(8, device=ids.device)
         rows = words.flatten().clamp(max=weight.shape[0] - 1)
-        values = dequantize(weight, out.new_empty(8 * len(out)), rows)
+        values = products.dequantize(weight, out.new_empty(8 * len(out)), rows)
         return values[torch.arange(0, len(rows), 8, device=ids.device) + ids % 8]
 
     def _bias(self, name: str) -> Tensor | None:
