@@ -7,6 +7,7 @@ import weakref
 from collections import abc
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from contextlib import aclosing, closing
+from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +44,8 @@ from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.locate import locate
 
 __all__ = ["LLM", "Output", "Piece", "Stats"]
+
+_SETTINGS = {item.name for item in fields(EngineConfig)}
 
 
 class LLM:
@@ -96,16 +99,8 @@ class LLM:
         use_tqdm_on_load  show a progress bar of rich if stderr is a terminal; vLLM's name
         Raises an OffloadError if the model cannot be served.
         """
-        self._prepare(
-            EngineConfig(
-                model, draft_model, device, dtype, device_memory, host_memory, kv_memory, kv_dtype,
-                max_model_len,
-                max_num_seqs, link_format, sidecar, drafter, rule, tree_size, tree_depth,
-                draft_context, draft_quantize, learn_draft,
-                torch_products, activations, exact_parallel, split_draft, revision, offline,
-                chat_template, pipeline, mirror, max_image_pixels,
-            )
-        )  # fmt: skip
+        settings = {name: value for name, value in locals().items() if name in _SETTINGS}
+        self._prepare(EngineConfig(**settings))
         is_shown = use_tqdm_on_load and sys.stderr.isatty() and is_first()
         with loading_bar(Console(stderr=True, quiet=not is_shown)) as bar:
             self.load(progress=bar)

@@ -18,7 +18,7 @@ from bench.common.checkpoints import REAL, REAL_FILE, REAL_HEAD, expanded_model
 from bench.common.measure import Benchmark
 from bench.common.prompts import chat_prompts
 from offload_rt import LLM, SamplingParams
-from offload_rt.cli.format import Totals
+from offload_rt.cli.format import plain_seconds
 from offload_rt.cli.plan_request import of_run, request_of, without_weights
 from offload_rt.cli.plan_settings import PlanSettings
 from offload_rt.config import EngineConfig
@@ -56,7 +56,7 @@ def ratios(
     context = len(prompt)
     baseline = median(llm.time_plain(context))
     measured = output.stats.measured_seconds_per_token
-    plain = Totals.of_passes(list(passes.values()), 1).plain_s
+    plain = plain_seconds(list(passes.values()))
     settings = PlanSettings(context=context, max_new_tokens=n_tokens, disk=disk)
     machine = without_weights(replace(settings, disk_source="disk: measured"), config)
     doctor = predict(request_of(settings, config, machine), machine)

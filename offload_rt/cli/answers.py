@@ -14,7 +14,6 @@ from offload_rt.cli.process import INTERRUPTED
 from offload_rt.system.progress import progress_bar
 
 if TYPE_CHECKING:
-    from offload_rt.cli.format import Totals
     from offload_rt.engine.engine_thread import IndexedPiece
     from offload_rt.executor.stats import PassTimes
     from offload_rt.llm import Output, Piece
@@ -92,12 +91,12 @@ class Answers:
             _, n_tokens = self._passes.get(times.started, (times, 0))
             self._passes[times.started] = times, n_tokens + len(piece.token_ids)
 
-    def totals(self) -> "Totals":
-        """Sum the passes so far."""
-        from offload_rt.cli.format import Totals
+    def report(self, baseline_s: float | None, *settings: Any) -> str:
+        """Return the report of the passes so far; see `format.report`."""
+        from offload_rt.cli.format import report
 
         n_answers = sum(bool(answer.token_ids) for answers in self.by_prompt for answer in answers)
-        return Totals.of_passes(list(self._passes.values()), n_answers)
+        return report(list(self._passes.values()), n_answers, baseline_s, *settings)
 
     def print_unfinished(self, code: int) -> None:
         """After an early end, print the rest of the output and the speed."""
@@ -108,9 +107,7 @@ class Answers:
         if self._passes or (self.as_json and is_interrupted):
             self._print("interrupted" if is_interrupted else "error")
         if self._passes and not self.is_quiet:
-            from offload_rt.cli.format import report
-
-            print(report(self.totals(), None, {}), file=sys.stderr)
+            print(self.report(None, {}), file=sys.stderr)
 
     def _print(self, unfinished: str) -> None:
         """Print what was not streamed; unfinished answers end for the reason `unfinished`."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from shutil import get_terminal_size
 from statistics import median
@@ -22,6 +21,9 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     from offload_rt.executor.stats import PassTimes
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
+
+    # Passes with their numbers of tokens.
+    Passes = Sequence[tuple[PassTimes, int]]
 
 COLUMNS = 100
 # Columns of the children of a level of a tree.
@@ -92,85 +94,56 @@ def speed_line(seconds_per_token: float, plain_s: float | None) -> str:
     return f"{line}, {speedup:.1f} times plain decoding at {1 / plain_s:.3g}"
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Tokens, times and traffic of the passes of all answers.
+def _decoding(passes: "Passes") -> "Passes":
+    """Return the passes without prompt rows, if there are any."""
+    return [entry for entry in passes if entry[0].predicted_s is not None] or passes
 
-    seconds            from the start of the first pass to the end of the last pass
-    first_s            seconds of the first pass
-    seconds_per_token  of decoding: of passes without prompt rows, if there are any
-    pass_nbytes        mean bytes over the link in a pass of decoding
-    link_gbps          rate of the link in these passes; 0 without traffic
-    link_busy          share of their time with link transfers
-    plain_s            median seconds of a pass of one row beside passes with trees; None for few
-    """
 
-    n_tokens: int
-    n_answers: int
-    n_passes: int
-    seconds: float
-    first_s: float
-    seconds_per_token: float
-    pass_nbytes: float
-    link_gbps: float
-    link_busy: float
-    plain_s: float | None
-
-    @classmethod
-    def of_passes(cls, passes: "Sequence[tuple[PassTimes, int]]", n_answers: int) -> "Totals":
-        """Sum passes, each with its number of tokens."""
-        decoding = [entry for entry in passes if entry[0].predicted_s is not None] or passes
-        seconds = sum(times.ended - times.started for times, _ in decoding)
-        nbytes = sum(times.link_nbytes for times, _ in decoding)
-        link_s = sum(times.link_busy_s for times, _ in decoding)
-        first, last = passes[0][0], passes[-1][0]
-        plain = [t.ended - t.started for t, _ in decoding if t.n_rows == 1]
-        return cls(
-            n_tokens=sum(n for _, n in passes),
-            n_answers=n_answers,
-            n_passes=len(passes),
-            seconds=last.ended - first.started,
-            first_s=first.computed - first.started,
-            seconds_per_token=seconds / sum(n for _, n in decoding),
-            pass_nbytes=nbytes / len(decoding),
-            link_gbps=nbytes / link_s / 1e9 if link_s else 0.0,
-            link_busy=link_s / seconds,
-            plain_s=median(plain) if _N_PLAIN <= len(plain) < len(decoding) else None,
-        )
+def plain_seconds(passes: "Passes") -> float | None:
+    """Return the median seconds of a pass of one row beside passes with trees; None for few."""
+    decoding = _decoding(passes)
+    plain = [times.ended - times.started for times, _ in decoding if times.n_rows == 1]
+    return median(plain) if _N_PLAIN <= len(plain) < len(decoding) else None
 
 
 def report(
-    totals: Totals,
+    passes: "Passes",
+    n_answers: int,
     baseline_s: float | None,
     phases: Mapping[str, float],
     is_verbose: bool = False,
 ) -> str:
     """Return the closing report: speed, tokens, seconds of the phases before the first pass."""
-    plain_s = totals.plain_s if baseline_s is None else baseline_s
-    answers = f" of {totals.n_answers} answers" if totals.n_answers > 1 else ""
+    decoding = _decoding(passes)
+    decoding_s = sum(times.ended - times.started for times, _ in decoding)
+    seconds_per_token = decoding_s / sum(n for _, n in decoding)
+    plain_s = plain_seconds(passes) if baseline_s is None else baseline_s
+    n_tokens = sum(n for _, n in passes)
+    first, last = passes[0][0], passes[-1][0]
+    answers = f" of {n_answers} answers" if n_answers > 1 else ""
     lines = [
-        speed_line(totals.seconds_per_token, plain_s),
-        f"{totals.n_tokens} tokens{answers} in {totals.seconds:.2f} s,"
-        f" {totals.n_tokens / totals.n_passes:.2f} tokens per pass",
+        speed_line(seconds_per_token, plain_s),
+        f"{n_tokens} tokens{answers} in {last.ended - first.started:.2f} s,"
+        f" {n_tokens / len(passes):.2f} tokens per pass",
     ]
     if phases:
-        start = {**phases, "first pass": totals.first_s}
+        start = {**phases, "first pass": first.computed - first.started}
         lines.append("start: " + ", ".join(f"{name} {s:.1f} s" for name, s in start.items()))
     if is_verbose and plain_s is not None:
         lines.append(f"a pass of plain decoding takes {plain_s:.3f} s")
     if is_verbose:
-        lines.append(_link_line(totals))
+        link_s = sum(times.link_busy_s for times, _ in decoding)
+        nbytes = sum(times.link_nbytes for times, _ in decoding)
+        busy = link_s / decoding_s
+        line = "all weights resident: nothing crossed a link"
+        if nbytes:
+            line = (
+                f"{nbytes / len(decoding) / 1e9:.2g} GB per pass at {nbytes / link_s / 1e9:.2f}"
+                f" GB/s, link busy {busy:.0%} of the time; at most"
+                f" {format_speed(seconds_per_token * busy)} at this rate"
+            )
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _link_line(totals: Totals) -> str:
-    if not totals.pass_nbytes:
-        return "all weights resident: nothing crossed a link"
-    floor = format_speed(totals.seconds_per_token * totals.link_busy)
-    return (
-        f"{totals.pass_nbytes / 1e9:.2g} GB per pass at {totals.link_gbps:.2f} GB/s, link busy"
-        f" {totals.link_busy:.0%} of the time; at most {floor} at this rate"
-    )
 
 
 def tree_line(stats: "Stats") -> str | None:

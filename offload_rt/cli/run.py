@@ -194,11 +194,11 @@ def _report(
     console: Console,
 ) -> None:
     """Print the report of all answers to stderr, then the details of each prompt."""
-    from offload_rt.cli.format import describe_tree, report, tree_line
+    from offload_rt.cli.format import describe_tree, tree_line
 
     context = max(len(output.prompt_token_ids) for output in outputs)
     baseline = median(llm.time_plain(context)) if settings.baseline else None
-    text = report(answers.totals(), baseline, phases, settings.verbose)
+    text = answers.report(baseline, phases, settings.verbose)
     console.print(text, highlight=False, soft_wrap=True)
     if any(
         answer.finish_reason == "length" and len(answer.token_ids) < (max_tokens or math.inf)

@@ -23,7 +23,7 @@ class PairTimes:
 
     draft    a pass of the draft model; None without a draft model
     level_s  seconds per draft level besides compute: the host's wait and node selection
-    n_at_once  consecutive tokens that a draft pass predicts, see `Head.n_at_once`
+    n_at_once  consecutive tokens that a draft pass predicts, see `Architecture.n_at_once`
     """
 
     target: ComputeTimes

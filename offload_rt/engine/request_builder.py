@@ -24,7 +24,7 @@ from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt, token_ids
 from offload_rt.models.processors import ImageProcessor
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat
-from offload_rt.text.images import Fetch, extract_images, has_images
+from offload_rt.text.images import Fetch, ImageReader, has_images
 from offload_rt.weights.files import end_ids, sampling_defaults
 
 if TYPE_CHECKING:  # importing transformers costs a second
@@ -142,7 +142,7 @@ class RequestBuilder:
         if not has_images(messages):
             return encode_chat(self._needed_tokenizer, messages, options, self._n_characters)
         processor = self._needed_images
-        turns, images = extract_images(messages, processor.scaled, fetch, reads_files=reads_files)
+        turns, images = ImageReader(processor.scaled, fetch, reads_files=reads_files).read(messages)
         return processor.encode_chat(turns, images, options)
 
     def check_prompt(self, prompt: EncodedPrompt | abc.Sequence[int]) -> None:
@@ -265,7 +265,7 @@ class RequestBuilder:
         parts = images if isinstance(images, list | tuple) else [images]
         message = {"content": [{"type": "image", "image": image} for image in parts]}
         processor = self._needed_images
-        _, decoded = extract_images([message], processor.scaled, reads_files=True)
+        _, decoded = ImageReader(processor.scaled, reads_files=True).read([message])
         return processor.encode(text, decoded)
 
     def _compile(self, outputs: StructuredOutputs) -> Grammar:

@@ -123,6 +123,11 @@ class Architecture(ABC):
         """Whether the checkpoint's multi-token prediction layer can draft for the model."""
         return True
 
+    @property
+    def n_at_once(self) -> int:
+        """Number of consecutive tokens that a pass predicts."""
+        return 1
+
     @abstractmethod
     def layer_prefix(self, i: int) -> str:
         """Return the checkpoint prefix of layer i's tensors."""

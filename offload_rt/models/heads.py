@@ -91,11 +91,6 @@ class Head(Architecture):
         token_ids = None if self.token_ids is None else self.token_ids.to(device)
         return HeadWeights(head, target, names, shared, token_ids)
 
-    @property
-    def n_at_once(self) -> int:
-        """Return the number of consecutive tokens that a draft pass predicts."""
-        return 1
-
     @abstractmethod
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
         """Reduce hidden states (n, len(taps), hidden_size) to head inputs (n, hidden_size)."""

@@ -26,7 +26,6 @@ from offload_rt.engine.draft_rounding import KEPT_TOKENS, plan_draft
 from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, MemoryPlan, less_margin, plan_memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError
-from offload_rt.models.heads import Head
 from offload_rt.offload.placement import MemoryBudget, Plan
 from offload_rt.planning.acceptance import DEMO_PAIR, RECYCLE, Assumed
 from offload_rt.planning.ranks import ALONE, Parallelism
@@ -124,12 +123,13 @@ class Machine:
         target_times = self.passes or self._times(
             target, plan.is_resident, self.ranks, sum(target.layer_nbytes), decode_s=decode_s
         )
-        draft_times = None
+        draft_times, n_at_once = None, 1
         if draft is not None:
+            n_at_once = draft.spec.n_at_once
             coded = 1 - plan.tiers.count("device") / len(plan.tiers) if draft.stand_in else 1.0
             ranks = self.ranks if draft.stand_in or self.ranks.split_draft else ALONE
             draft_times = self._times(draft, True, ranks, draft_nbytes(draft, plan), coded=coded)
-        return PairTimes(target_times, draft_times, self.level_s, n_at_once(draft))
+        return PairTimes(target_times, draft_times, self.level_s, n_at_once)
 
     def with_host_experts(self, moved: PassBytes) -> PassBytes:
         """Compute experts of host memory on the CPU of a GPU machine."""
@@ -194,11 +194,6 @@ class Machine:
         title = f"{ranks.n} x {self.title}"
         sources = (*self.sources, ranks.source)
         return replace(self, title=title, budget=budget, links=rates, sources=sources, ranks=ranks)
-
-
-def n_at_once(draft: Sizes | None) -> int:
-    """Return the number of consecutive tokens that a draft pass predicts."""
-    return draft.spec.n_at_once if draft is not None and isinstance(draft.spec, Head) else 1
 
 
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:

@@ -63,39 +63,31 @@ def has_images(messages: Sequence[Message]) -> bool:
     )
 
 
-def extract_images(
-    messages: Sequence[Message],
-    fit: "Callable[[Image], Image]",
-    fetch: Fetch | None = None,
-    limits: ImageLimits = DEFAULT_LIMITS,
-    reads_files: bool = False,
-) -> "tuple[list[Message], list[Image]]":
-    """Decode the images of a conversation, in order.
+@dataclass
+class ImageReader:
+    """Decodes the images of one conversation, in order.
 
     fit          scales an image down, before the next image is decoded
     fetch        reads http URLs within seconds; None refuses them
     reads_files  whether parts may contain paths and images of Pillow; never for requests of clients
-    Returns the messages with {"type": "image"} for each image, and the images.
-    Raises PromptError for unusable images, for video and audio.
     """
-    reader = _Reader(limits, fit, fetch, reads_files)
-    return [reader.convert(message) for message in messages], reader.images
 
-
-@dataclass
-class _Reader:
-    """Decodes the images of one conversation."""
-
-    limits: ImageLimits
     fit: "Callable[[Image], Image]"
-    fetch: Fetch | None
-    reads_files: bool
+    fetch: Fetch | None = None
+    limits: ImageLimits = DEFAULT_LIMITS
+    reads_files: bool = False
     images: "list[Image]" = field(default_factory=list)
     n_pixels: int = 0
     fetch_s: float = 0.0
 
-    def convert(self, message: Message) -> Message:
-        """Replace the images of a message."""
+    def read(self, messages: Sequence[Message]) -> "tuple[list[Message], list[Image]]":
+        """Return the messages with {"type": "image"} for each image, and the images.
+
+        Raises PromptError for unusable images, for video and audio.
+        """
+        return [self._convert(message) for message in messages], self.images
+
+    def _convert(self, message: Message) -> Message:
         content = message.get("content")
         if not isinstance(content, list | tuple):
             return message

@@ -10,7 +10,7 @@ from support.checkpoints import speaking_checkpoint
 from support.command_line import one_sentence
 
 from offload_rt.cli import report, run
-from offload_rt.cli.format import Totals, format_speed
+from offload_rt.cli.format import format_speed
 from offload_rt.cli.format import report as run_report
 from offload_rt.errors import TraceError
 from offload_rt.executor.stats import PassTimes
@@ -150,26 +150,26 @@ def passes(*, link_nbytes=0, n_tokens=2, n_rows=8):
 
 def test_report_begins_with_speed_and_gain():
     """The speed is that of decoding, without the pass over the prompt."""
-    totals = Totals.of_passes(passes(), 1)
-    lines = run_report(totals, 1.2, {"import": 3.0, "load": 0.2}).splitlines()
+    totals = (passes(), 1)
+    lines = run_report(*totals, 1.2, {"import": 3.0, "load": 0.2}).splitlines()
     assert lines == [
         "2.50 tokens/s, 3.0 times plain decoding at 0.833",
         "10 tokens in 4.70 s, 2.00 tokens per pass",
         "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
     ]
-    assert "times" not in run_report(totals, None, {})
+    assert "times" not in run_report(*totals, None, {})
     plain = passes(n_rows=1, n_tokens=1)
-    assert "times" not in run_report(Totals.of_passes(plain, 1), None, {})
-    mixed = Totals.of_passes([*plain, passes()[1]], 1)
-    assert run_report(mixed, None, {}).startswith(
+    assert "times" not in run_report(plain, 1, None, {})
+    mixed = [*plain, passes()[1]]
+    assert run_report(mixed, 1, None, {}).startswith(
         "1.50 tokens/s, 1.2 times plain decoding at 1.25\n"
     )
-    several = run_report(Totals.of_passes(passes(n_tokens=6), 3), None, {}).splitlines()
+    several = run_report(passes(n_tokens=6), 3, None, {}).splitlines()
     assert several == ["7.50 tokens/s", "30 tokens of 3 answers in 4.70 s, 6.00 tokens per pass"]
     # A mixture whose layers are resident still reads experts.
-    text = run_report(Totals.of_passes(passes(link_nbytes=200_000_000), 1), None, {}, True)
+    text = run_report(passes(link_nbytes=200_000_000), 1, None, {}, True)
     assert "0.2 GB per pass at 0.50 GB/s, link busy 50% of the time; at most 5.00 tokens/s" in text
-    assert "nothing crossed a link" in run_report(totals, None, {}, True)
+    assert "nothing crossed a link" in run_report(*totals, None, {}, True)
     for seconds, text in (
         (0.04, "25.0 tokens/s"), (0.5, "2.00 tokens/s"), (4.0, "0.25 tokens/s (4.00 s per token)"),
         (50.0, "0.020 tokens/s (50.00 s per token)"),

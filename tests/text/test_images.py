@@ -11,7 +11,7 @@ from PIL import Image
 
 from offload_rt.errors import PromptError
 from offload_rt.text import images
-from offload_rt.text.images import DEFAULT_LIMITS, decode_image, encode_data_url, extract_images
+from offload_rt.text.images import DEFAULT_LIMITS, ImageReader, decode_image, encode_data_url
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (6, 9, 3)).astype("uint8")
 
@@ -36,7 +36,7 @@ def same(image: Image.Image) -> Image.Image:
 
 def error_of(content: Any, **options: Any) -> str:
     with pytest.raises(PromptError) as raised:
-        extract_images([{"role": "user", "content": content}], same, **options)
+        ImageReader(same, **options).read([{"role": "user", "content": content}])
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -118,7 +118,7 @@ def test_parts_of_all_apis_are_extracted_in_order():
         ]
 
     other = {"type": "image_url", "image_url": {"url": url}}
-    marked, extracted = extract_images(messages(*PARTS, other), same)
+    marked, extracted = ImageReader(same).read(messages(*PARTS, other))
     assert marked == messages(*[mark] * 5)
     assert [image.size for image in extracted] == [(9, 6)] * 4 + [(3, 2)]
     assert all(np.array_equal(np.asarray(image), PIXELS) for image in extracted[:4])
@@ -129,7 +129,7 @@ def test_files_and_images_belong_to_python_only(tmp_path):
     path.write_bytes(PNG)
     for source in (path, str(path), Image.fromarray(PIXELS)):
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
-        (image,) = extract_images([message], same, reads_files=True)[1]
+        (image,) = ImageReader(same, reads_files=True).read([message])[1]
         assert np.array_equal(np.asarray(image), PIXELS)
     for part in (
         {"type": "image", "image": str(path)},
@@ -172,7 +172,7 @@ def test_urls_are_fetched_and_files_become_data_urls(monkeypatch):
         return PNG
 
     part = {"type": "image_url", "image_url": {"url": "HTTPS://a.example/x"}}
-    fetched = extract_images([{"role": "user", "content": [part, part]}], same, fetch)[1]
+    fetched = ImageReader(same, fetch).read([{"role": "user", "content": [part, part]}])[1]
     assert [image.size for image in fetched] == [(9, 6)] * 2
     # 20 seconds in total
     assert asked == [("HTTPS://a.example/x", 20), ("HTTPS://a.example/x", 17)]
