@@ -204,7 +204,7 @@ def image_url(path: Path) -> str:
     try:
         decode_image(content)
     except PromptError as error:
-        raise PromptError(f"{path}: {error.problem}", need=error.need, have=error.have) from error
+        raise error.prefixed(str(path)) from error
     return encode_data_url(content)
 
 

@@ -110,10 +110,7 @@ class ImageReader:
                 raise PromptError("too many pixels", need=need, change="send smaller images")
             self.images.append(self.fit(image))
         except PromptError as error:
-            problem = f"image {n}: {error.problem}"
-            raise PromptError(
-                problem, need=error.need, have=error.have, change=error.change
-            ) from error
+            raise error.prefixed(f"image {n}") from error
         return {"type": "image"}
 
     def _image(self, part: Mapping[str, Any]) -> "Image":
