@@ -25,7 +25,7 @@ from offload_rt.offload.placement import (
     place_layers,
     with_expert_slots,
 )
-from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows, view_rows
+from offload_rt.speculate.rows import ROWS_PER_NODE, changed_rows, draft_rows, view_rows
 from offload_rt.speculate.select import Drafting
 
 
@@ -38,7 +38,10 @@ def reserved_memory(
     n_nodes: int,
     n: int = 1,
 ) -> ReservedMemory:
-    """Return the device bytes besides layers, for `max_len` tokens of all n sequences."""
+    """Return the device bytes besides layers, for `max_len` tokens of all n sequences.
+
+    Excludes draft distributions, see `_Memory.whole`.
+    """
     spec = target.spec
     hidden = 2 * (max_len + n_nodes) * spec.hidden_size * dtype.itemsize
     rows = min(CHUNK_ROWS, max_len + n_nodes)
@@ -51,7 +54,7 @@ def reserved_memory(
         + tapped
         + (target.view_nbytes if has_card else target.host_view_nbytes)
         + spec.scratch_nbytes(rows, n_nodes, dtype.itemsize),
-        draft=_draft_nbytes(draft, spec.vocab_size, max_len, n_nodes, n) if draft else 0,
+        draft=_draft_nbytes(draft, max_len, n_nodes, n) if draft else 0,
         stand_in=draft.stand_in if draft else 0,
         experts=target.experts.least if target.experts else 0,
         images=target.images,
@@ -65,14 +68,12 @@ def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, 
     return (n_rows + n * state_rows(spec, itemsize)) * spec.kv_nbytes(itemsize) + tree_nbytes
 
 
-def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: int) -> int:
-    """Return the bytes of a draft model: weights, cache, activations, draft distributions."""
+def _draft_nbytes(draft: Sizes, max_len: int, n_nodes: int, n: int) -> int:
+    """Return the bytes of a draft model: weights, cache, activations."""
     itemsize = draft.dtype.itemsize
     cache = _cache_nbytes(
         draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
     )
-    # float32 noise, its order and a copy of the distribution for a level; all nodes' distributions.
-    draft_probs = n_nodes * vocab_size * 4 * 4
     scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
     if draft.spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
         rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
@@ -80,7 +81,7 @@ def _draft_nbytes(draft: Sizes, vocab_size: int, max_len: int, n_nodes: int, n: 
             draft.spec.scratch_nbytes(rows, 0, itemsize)
             + 4 * rows * draft.spec.hidden_size * itemsize
         )
-    return draft.nbytes + cache + scratch + draft_probs
+    return draft.nbytes + cache + scratch
 
 
 def graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
@@ -271,9 +272,18 @@ class _Memory:
         # Selecting rows for a view needs a layer's rows, and about as many bytes again.
         n_rows = self._view_rows(max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.drafting.view_rows else 0
-        reserved = replace(reserved, draft=reserved.draft + views, libraries=self.budget.libraries)
+        draft = reserved.draft + views + (self._probs_nbytes(n_nodes) if self.draft else 0)
+        reserved = replace(reserved, draft=draft, libraries=self.budget.libraries)
         graphs = self._graphs(reserved.total, n_nodes) if has_card else 0
         return replace(reserved, graphs=graphs)
+
+    def _probs_nbytes(self, n_nodes: int) -> int:
+        """Return the bytes of a draft's distributions, or of the logits changed at once."""
+        vocab_size = self.target.spec.vocab_size
+        is_kept = self.drafting.type.gives_draft_probs
+        n_rows = n_nodes if is_kept else min(n_nodes, changed_rows(vocab_size))
+        # float32 noise, its order and a copy of the distribution for a level; all distributions.
+        return n_rows * vocab_size * 4 * 4
 
     def _graphs(self, reserved_nbytes: int, n_nodes: int) -> int:
         """Return the bytes of captured passes: draft passes, and target passes if resident."""

@@ -23,6 +23,8 @@ _N_CHILDREN = 32
 _MOST_OPENED = (1024, 32)
 # A round expands the pending nodes in the first non-empty share of the tree, best nodes first.
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
+# Nodes of a level whose acceptance is forecast.
+_N_FORECAST = 64
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,27 @@ class RoundCost:
         last = int(rates.argmax())
         return last, float(rates[last])
 
-    def pays_at_root(self, chances: np.ndarray, acceptance: np.ndarray, n_levels: int) -> bool:
-        """Return whether a first round of `n_levels` pays, by the acceptance of children.
+    def pays_at_root(
+        self, chances: np.ndarray, missed: np.ndarray, acceptance: np.ndarray, n_levels: int
+    ) -> bool:
+        """Return whether rounds of `n_levels` levels pay, by the acceptance of children.
 
         chances  (m,) of the nodes without drafting, descending, the root first
+        missed   (levels,) chance that these nodes miss the token of each level below the root
+
+        The draft's candidates are as likely to be correct where the nodes miss a token.
         """
-        drafted = [np.ones(1)]
-        for _ in range(n_levels):
-            drafted.append(_descending(np.outer(drafted[-1], acceptance))[: len(self.pass_s)])
-        after = _descending(np.concatenate(drafted))
-        return self.best(after, 1)[1] >= self.best(chances)[1]
+        plain = self.best(chances)[1]
+        drafted = np.ones(1)
+        rates = [0.0]
+        for depth, chance in enumerate(missed, 1):
+            drafted = _descending(np.outer(drafted, acceptance))[:_N_FORECAST]
+            chances = np.append(chances, chance * drafted)
+            if depth % n_levels == 0 or depth == len(missed):
+                rates.append(self.best(_descending(chances), -(-depth // n_levels))[1])
+                if rates[-1] >= plain or rates[-1] < rates[-2]:
+                    break
+        return rates[-1] >= plain
 
     def least_worth(self, chances: np.ndarray, waiting: np.ndarray, n_rounds: int) -> float:
         """Return the least chance of a waiting node whose child pays; above 1 if no round pays.
@@ -303,9 +316,12 @@ class DynamicTreeBuilder:
         return self.estimates
 
     def pays(self, n_levels: int) -> bool:
-        """Return whether a first round of `n_levels` pays, by the acceptance of children."""
+        """Return whether rounds of `n_levels` levels pay, by the acceptance of children."""
+        nodes = self._nodes
+        found = np.bincount(nodes.depths, nodes.chances, self._n_drafted)[1 : self._n_drafted]
         acceptance = self.estimates.acceptance.by_rank()
-        return self.cost.pays_at_root(self._nodes.chances, acceptance, n_levels)
+        missed = np.maximum(1 - found, 0.0)
+        return self.cost.pays_at_root(nodes.chances, missed, acceptance, n_levels)
 
     @property
     def chances(self) -> np.ndarray:

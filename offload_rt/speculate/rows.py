@@ -2,6 +2,13 @@
 
 # Rows computed for each node of the final tree: a growing tree drops nodes for better ones.
 ROWS_PER_NODE = 2
+# Bytes of float32 logits that a grammar or noise changes at once.
+_CHANGED_NBYTES = 4 << 20
+
+
+def changed_rows(vocab_size: int) -> int:
+    """Rows of a draft's logits that a grammar or noise changes at once, which bounds memory."""
+    return max(_CHANGED_NBYTES // (4 * vocab_size), 1)
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:

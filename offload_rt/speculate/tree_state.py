@@ -1,6 +1,7 @@
 """Trees in growth: the rows of a sequence's tree, and the protocol of tree builders."""
 
 from collections import abc
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from offload_rt.executor.step import Step
 from offload_rt.ops import to_device
 from offload_rt.sampling import generator_on, rejected
 from offload_rt.speculate.child_sampling import fitted
-from offload_rt.speculate.rows import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE, changed_rows
 from offload_rt.tree.topology import GrowingTree, Topology
 
 # Divisor of logits with noise before the softmax: the size of a draft's errors, at any temperature.
@@ -103,28 +104,25 @@ class TreeState:
             self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
 
-    def masked(self, logits: Tensor) -> Tensor:
-        """Exclude tokens outside the grammar in logits (rows, vocabulary) of the latest rows.
+    def changed(self, logits: Tensor, start: int) -> Tensor:
+        """Apply grammar and noise to logits (rows, vocabulary) of the latest rows from `start` on.
 
-        A thread would not pay on a CPU: waiting for the interpreter lock takes longer.
+        With noise, the argmax of a row is the guess of the target's token. A thread would not pay
+        on a CPU: waiting for the interpreter lock takes longer.
         """
-        if self.sequence.grammar is None:
-            return logits
-        paths = Topology(self._tree.parents[: len(self.tokens)]).paths(self.tokens)
-        new_paths = [self.ahead + path for path in paths[self.new_rows]]
-        (masks,) = to_device([self.sequence.grammar.masks_after(new_paths)], logits.device)
-        # Tokens outside the draft's vocabulary remain candidates: a row is never empty.
-        logits = fitted(logits, self.vocab_size).clamp_min(_LEAST)
-        return logits.masked_fill_(rejected(masks, self.vocab_size), -torch.inf)
-
-    def perturbed(self, logits: Tensor) -> Tensor:
-        """Add noise to the logits (rows, vocabulary) of the latest rows.
-
-        The argmax of a row is the guess of the target's token.
-        """
-        assert self.noise is not None, "the tree is coupled"
-        (levels,) = to_device([torch.tensor(self._tree.depths[-len(logits) :])], self.noise.device)
-        return self.noise.index_select(0, levels).add_(fitted(logits, self.vocab_size)).div_(_ERROR)
+        rows = slice(self.n_done + start, self.n_done + start + len(logits))
+        if self.sequence.grammar is not None:
+            paths = Topology(self._tree.parents[: len(self.tokens)]).paths(self.tokens)
+            new_paths = [self.ahead + path for path in paths[rows]]
+            (masks,) = to_device([self.sequence.grammar.masks_after(new_paths)], logits.device)
+            # Tokens outside the draft's vocabulary remain candidates: a row is never empty.
+            logits = fitted(logits, self.vocab_size).clamp_min(_LEAST)
+            logits = logits.masked_fill_(rejected(masks, self.vocab_size), -torch.inf)
+        if self.noise is not None:
+            levels = torch.from_numpy(self._tree.depths[rows]).long()
+            noise = self.noise.index_select(0, *to_device([levels], self.noise.device))
+            logits = noise.add_(fitted(logits, self.vocab_size)).div_(_ERROR)
+        return logits
 
     def add(self, parents: abc.Sequence[int], tokens: abc.Sequence[int]) -> range:
         """Add rows to compute next; return them."""
@@ -227,8 +225,13 @@ def captured(builder: TreeBuilder) -> Reduce | None:
 
 def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     """Select the host's input from the pass output `out` of the latest rows."""
+    if captured(builder) is not None:
+        return builder.select(out)
     state = builder.state
-    out = state.masked(out)
-    if captured(builder) is None and builder.reduce is not None:
-        out = builder.reduce(out if state.noise is None else state.perturbed(out))
-    return builder.select(out)
+    reduce = builder.reduce
+    if reduce is None:
+        return builder.select(state.changed(out, 0))
+    parts = out.split(changed_rows(state.vocab_size))
+    starts = accumulate(map(len, parts), initial=0)
+    changed = (reduce(state.changed(part, i)) for i, part in zip(starts, parts, strict=False))
+    return builder.select(torch.cat(tuple(changed)))

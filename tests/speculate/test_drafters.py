@@ -182,18 +182,30 @@ def test_round_pays_by_the_best_prefix_of_all_nodes():
     assert decisions == {(True, True), (False, False)}
 
 
-def test_first_round_pays_by_the_best_prefix_of_its_levels():
+def test_drafting_pays_by_the_best_prefix_of_text_and_draft_after_any_round():
     draw = np.random.default_rng(0)
     decisions = set()
-    for n_levels, row_s in itertools.product((1, 2, 3), draw.random(20)):
-        cost = RoundCost(draw.random() / 2, 1 + row_s * np.sqrt(np.arange(9)))
+    for n_at_once, is_cheap in itertools.product((1, 2, 3), (False, True) * 20):
+        level_s = draw.random() * (0.02 if is_cheap else 0.5)
+        cost = RoundCost(level_s, 1 + draw.random() / 4 * np.sqrt(np.arange(9)))
         acceptance = -np.sort(-draw.random(draw.integers(1, 4))) / 2
-        paths = (itertools.product(acceptance, repeat=n) for n in range(n_levels + 1))
-        chances = [float(np.prod(path)) for level in paths for path in level]
-        pays = best_rate(chances, cost, 1) >= best_rate([1.0], cost, 0)
-        assert cost.pays_at_root(np.ones(1), acceptance, n_levels) == pays
-        decisions.add(pays)
-    assert decisions == {True, False}
+        text = [1.0, *-np.sort(-draw.random(3))]
+        missed = np.sort(draw.random(4)) * (draw.random() > 0.5, 1, 1, 1)
+        rates = []
+        for depth in range(1, 5):
+            drafted = [
+                float(np.prod(path)) * missed[below - 1]
+                for below in range(1, depth + 1)
+                for path in itertools.product(acceptance, repeat=below)
+            ]
+            if depth % n_at_once == 0 or depth == 4:
+                rates.append(best_rate([*text, *drafted], cost, -(-depth // n_at_once)))
+        # Rounds end with the first that lowers the rate.
+        falls = next((i for i in range(1, len(rates)) if rates[i] < rates[i - 1]), len(rates))
+        pays = max(rates[:falls]) >= best_rate(text, cost, 0)
+        assert cost.pays_at_root(np.array(text), missed, acceptance, n_at_once) == pays
+        decisions.add((pays, rates[0] >= best_rate(text, cost, 0)))
+    assert decisions == {(True, True), (True, False), (False, False)}
 
 
 def random_children(draw, n_most):
