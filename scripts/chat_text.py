@@ -59,6 +59,7 @@ class BatchWriter:
         self._group = config.num_attention_heads // self._n_kv
         self._dim = config.head_dim
         self._end = end
+        self._device = target.device
 
     @torch.no_grad()
     def write(
@@ -77,16 +78,18 @@ class BatchWriter:
         tokens = torch.full((len(prompts), length), self._end)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[length - len(prompt) :] = torch.tensor(prompt)
-        pad = torch.tensor([length - len(prompt) for prompt in prompts])
+        tokens = tokens.to(self._device)
+        temperatures = temperatures.to(self._device)
+        pad = torch.tensor([length - len(prompt) for prompt in prompts], device=self._device)
         shape = (len(prompts), self._n_kv, length + n_new, self._dim)
         dtype = self._target.dtype
         caches = [
-            (torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+            tuple(torch.empty(shape, dtype=dtype, device=self._device) for _ in "kv")
             for _ in self._target.model.layers
         ]
         written: list[list[int]] = [[] for _ in prompts]
-        owner = torch.arange(len(prompts))
-        is_alive = torch.ones(len(prompts), dtype=torch.bool)
+        owner = torch.arange(len(prompts), device=self._device)
+        is_alive = torch.ones_like(owner, dtype=torch.bool)
         start = 0
         new = tokens
         for _ in range(n_new):
@@ -125,13 +128,13 @@ class BatchWriter:
         """Return the logits (rows, vocabulary) after the last token of new (rows, n)."""
         model = self._target.model
         rows, n = new.shape
-        places = torch.arange(start, start + n)
+        places = torch.arange(start, start + n, device=self._device)
         x = model.embed_tokens(new)
         rope = model.rotary_emb(x, (places - pad[:, None]).clamp(min=0))
-        seen = torch.arange(start + n)
+        seen = torch.arange(start + n, device=self._device)
         is_seen = (seen <= places[:, None]) & (seen >= pad[:, None, None])
         is_seen |= seen == places[:, None]  # padding sees itself
-        mask = torch.zeros(is_seen.shape, dtype=x.dtype).masked_fill(~is_seen, -torch.inf)
+        mask = torch.zeros_like(is_seen, dtype=x.dtype).masked_fill(~is_seen, -torch.inf)
         mask = mask[:, None].repeat_interleave(self._group, 2)
         for layer, (keys, values) in zip(model.layers, caches, strict=True):
             attention = layer.self_attn

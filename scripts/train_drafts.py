@@ -48,7 +48,7 @@ def write(args: argparse.Namespace) -> None:
 def load_target(args: argparse.Namespace) -> LlamaForCausalLM:
     """Load the target in bf16, without gradients."""
     target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
-    return target.eval().requires_grad_(False)
+    return target.eval().requires_grad_(False).to(args.device)
 
 
 def save_turns(turns: list[Turn], path: Path) -> None:
@@ -69,7 +69,7 @@ def save(path: Path, **tensors: Tensor) -> None:
 
 
 def states(args: argparse.Namespace) -> None:
-    """Compute the target's hidden states of all conversations."""
+    """Store the target's hidden states of all conversations, which training otherwise computes."""
     target = load_target(args)
     for path in sorted(args.work.glob("text-*.safetensors")):
         out = args.work / path.name.replace("text", "states")
@@ -82,8 +82,8 @@ def states(args: argparse.Namespace) -> None:
         for first in range(0, len(order), 16):
             chosen = order[first : first + 16]
             padded = torch.nn.utils.rnn.pad_sequence([rows[i] for i in chosen], batch_first=True)
-            taps, final = tapped_states(target, padded, taps_of(target))
-            for i, state in zip(chosen, torch.cat((taps, final), -1), strict=True):
+            both = tapped_states(target, padded.to(args.device), taps_of(target))
+            for i, state in zip(chosen, torch.cat(both, -1).cpu(), strict=True):
                 parts[i] = state[: len(rows[i])]
         save(out, states=torch.cat([parts[i] for i in range(len(rows))]))
         print(out.name, flush=True)
@@ -97,37 +97,34 @@ def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Texts:
-    """Conversations in memory, their states in mapped files.
+    """Conversations in memory, with states in mapped files where they are stored.
 
     tokens    a tensor per conversation
-    n_prompt  (conversations,)
-    places    file and first row of each conversation
+    places    file and first row of each conversation; None without stored states
     """
 
+    target: LlamaForCausalLM
     tokens: list[Tensor]
-    n_prompt: list[int]
-    places: list[tuple[Any, int]]
+    places: list[tuple[Any, int] | None]
 
     @classmethod
-    def read(cls, paths: list[Path]) -> "Texts":
-        """Open files of conversations that have states."""
-        texts = cls([], [], [])
+    def read(cls, target: LlamaForCausalLM, paths: list[Path]) -> "Texts":
+        """Open files of conversations."""
+        texts = cls(target, [], [])
         for path in paths:
             stored = load_file(path)
-            lengths = stored["lengths"].tolist()
-            file = safe_open(path.with_name(path.name.replace("text", "states")), "pt")
-            slices = file.get_slice("states")
+            texts.tokens.extend(stored["tokens"].split(stored["lengths"].tolist()))
+            with_states = path.with_name(path.name.replace("text", "states"))
+            if not with_states.exists():
+                texts.places.extend([None] * len(stored["lengths"]))
+                continue
+            slices = safe_open(with_states, "pt").get_slice("states")
             starts = (stored["lengths"].cumsum(0) - stored["lengths"]).tolist()
-            texts.tokens.extend(stored["tokens"].split(lengths))
-            texts.n_prompt.extend(stored["n_prompt"].tolist())
             texts.places.extend((slices, start) for start in starts)
         return texts
 
-    def batches(self, n_tokens: int, d: int) -> Iterator[Taught]:
-        """Yield batches of about `n_tokens` tokens of similar length, in random order.
-
-        d  hidden size of the target
-        """
+    def batches(self, n_tokens: int) -> Iterator[Taught]:
+        """Yield batches of about `n_tokens` tokens of similar length, in random order."""
         lengths = torch.tensor([len(row) for row in self.tokens])
         while True:
             order = (lengths + 24 * torch.rand(len(lengths))).argsort().tolist()
@@ -137,50 +134,52 @@ class Texts:
                     groups.append([])
                 groups[-1].append(i)
             for at in torch.randperm(len(groups)).tolist():
-                yield self.taught(groups[at], d)
+                yield self.taught(groups[at])
 
-    def taught(self, chosen: list[int], d: int) -> Taught:
+    def taught(self, chosen: list[int]) -> Taught:
         """Return conversations with the target's states; turns of user and target count."""
-        length = max(len(self.tokens[i]) for i in chosen)
-        tokens = torch.zeros(len(chosen), length, dtype=torch.int64)
-        is_taught = torch.zeros(len(chosen), length, dtype=torch.bool)
-        stored = torch.zeros(len(chosen), length, 4 * d, dtype=torch.bfloat16)
-        for row, i in enumerate(chosen):
-            n = len(self.tokens[i])
-            slices, start = self.places[i]
-            tokens[row, :n] = self.tokens[i]
-            is_taught[row, N_HEADER : n - 1] = True
-            stored[row, :n] = slices[start : start + n]
+        rows = [self.tokens[i] for i in chosen]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.target.device)
+        is_taught = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, text in zip(is_taught, rows, strict=True):
+            row[N_HEADER : len(text) - 1] = True
+        places = [place for i in chosen if (place := self.places[i])]
+        if len(places) < len(chosen):
+            taps, final = tapped_states(self.target, tokens, taps_of(self.target))
+            return Taught(tokens, taps, final, is_taught)
+        d = self.target.config.hidden_size
+        stored = torch.zeros(*tokens.shape, 4 * d, dtype=torch.bfloat16)
+        for row, text, (slices, start) in zip(stored, rows, places, strict=True):
+            row[: len(text)] = slices[start : start + len(text)]
+        stored = stored.to(tokens.device)
         return Taught(tokens, stored[..., : 3 * d], stored[..., 3 * d :], is_taught)
 
 
 def train_head(args: argparse.Namespace) -> None:
     """Distil a draft head from the stored states."""
     target = load_target(args)
-    d = target.config.hidden_size
     paths = sorted(args.work.glob("text-*.safetensors"))
-    with_states = [p for p in paths if p.with_name(p.name.replace("text", "states")).exists()]
-    texts = Texts.read([path for path in with_states if path.name != HELD_OUT])
-    held_out = Texts.read([args.work / HELD_OUT])
-    unseen = held_out.taught(list(range(0, len(held_out.tokens), 4)), d)
+    texts = Texts.read(target, [path for path in paths if path.name != HELD_OUT])
+    held_out = Texts.read(target, [args.work / HELD_OUT])
+    unseen = held_out.taught(list(range(0, len(held_out.tokens), 4)))
     head: DFlash | Eagle3
     if args.stage == "block":
         head = DFlash(target, taps_of(target), args.layers)
     else:
         known = vocabulary_of(args.start) if args.start else frequent_tokens(texts, args.vocabulary)
         head = Eagle3(target, taps_of(target), known)
-    head.float()
+    head.float().to(args.device)
     print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
     if args.start:
         start_from(head, args.start)
-    batches = texts.batches(args.batch_tokens, d)
+    batches = texts.batches(args.batch_tokens)
 
     def loss_at(_: float) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(args.device, torch.bfloat16):
             return head.loss(target, next(batches))
 
     def check() -> float:
-        with torch.no_grad(), torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(args.device, torch.bfloat16):
             torch.manual_seed(0)
             save_head(head, target, args.out)
             return head.loss(target, unseen).item()
@@ -217,6 +216,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--batch", type=int, default=192)
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--batch-tokens", type=int, default=6144)

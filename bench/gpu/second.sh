@@ -3,7 +3,9 @@
 #
 #   OUT=logs LIMIT_S=535 bench/gpu/second.sh [folder of wheels, or ''] [step ...]
 #
-# Runs the named steps, or all of them, while there is time. See steps.sh for the files in $OUT.
+# Runs the named steps, or all of them, while there is time. See steps.sh for the files in $OUT. The step "draft" is run
+# by name only: it trains the committed draft head further on text that the model in HEAD_TARGET, a GGUF file, writes on
+# the GPU. $OUT then receives the head in parts of 15 MB. HEAD_MINUTES: time for writing, and for training.
 set -u
 limit_s=${LIMIT_S:-3600}
 # shellcheck source=bench/gpu/steps.sh
@@ -25,11 +27,27 @@ sys.exit(texts[0] != texts[1])' "$work/alone.json" "$work/both.json"
 }
 export -f ranks
 
+draft() {
+  local write_minutes train_minutes
+  read -r write_minutes train_minutes <<< "${HEAD_MINUTES:-1 2.5}"
+  train() {
+    "$PYTHON" scripts/train_drafts.py "$1" --target "$work/target" --work "$work/texts" --device "${HEAD_DEVICE:-cuda}" "${@:2}"
+  }
+  "$PYTHON" -m offload_rt.convert "$HEAD_TARGET" --dequantize "$work/target" &&
+    train write --minutes "$write_minutes" --batch "${HEAD_BATCH:-1024}" &&
+    train eagle3 --minutes "$train_minutes" --batch-tokens 32768 --rate 0.7 --start models/smollm2-eagle3/model.safetensors \
+      --out "$work/head" &&
+    split -b 15M "$work/head/model.safetensors" "$OUT/head.safetensors."
+}
+export -f draft
+
 # shellcheck disable=SC2086
 prepare expansion $names
 step expansion 90 bash -c expansion
 for name in $names; do
-  if [[ $name != ranks ]]; then
+  if [[ $name == draft ]]; then
+    step draft 400 bash -c draft
+  elif [[ $name != ranks ]]; then
     step "$name" 540 bash -c "section $name"
   elif ((n_cards > 1)); then
     step ranks 240 bash -c ranks

@@ -231,7 +231,7 @@ def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     reduce = builder.reduce
     if reduce is None:
         return builder.select(state.changed(out, 0))
-    parts = out.split(changed_rows(state.vocab_size))
+    parts = torch.split(out, changed_rows(state.vocab_size))
     starts = accumulate(map(len, parts), initial=0)
     changed = (reduce(state.changed(part, i)) for i, part in zip(starts, parts, strict=False))
     return builder.select(torch.cat(tuple(changed)))
