@@ -76,7 +76,7 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
     library = cpu.library()
     assert library is not None, "a C++ compiler builds it"
     timed = TimedLibrary(library)
-    with patch.object(cpu, "library", lambda isa=None: timed):
+    with patch.object(cpu, "library", lambda: timed):
         started = time.perf_counter()
         llm.time_passes(topology, context, _N_PASSES)
         whole = time.perf_counter() - started

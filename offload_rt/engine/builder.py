@@ -21,7 +21,7 @@ from offload_rt.kv.split import state_rows
 from offload_rt.offload.copy_device import CHUNK
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.ops import extension
-from offload_rt.speculate.rows import ROWS_PER_NODE
+from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows
 from offload_rt.system.numa import cpus_near
 from offload_rt.system.trace import Trace
 
@@ -56,7 +56,11 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
         shared = spec.ranks.shared_weights(runner, spec.device)
         spec.draft.connect(runner, draft, shared)
         if capture is not None and spec.plan.is_resident:
-            _use_graphs(spec, runner, capture)
+            # A self-drafting target also computes growing trees.
+            is_view = spec.draft.drafting.type.resources.view is not None
+            n_rows = (ROWS_PER_NODE if is_view else 1) * memory.limits.n_nodes
+            shape = GraphShape(memory.limits.n_nodes, memory.cache_rows, n_rows)
+            capture_passes(runner, shape, capture, _CAPTURING_S)
         spec.ranks.compute_together((runner, shared, draft), closes)
         cost = _measure(spec, runner, closes)
         drafter = spec.draft.open_drafter(memory, runner, draft, cost, trace)
@@ -119,16 +123,11 @@ def _load_models(
         if spec.draft.copies_target:
             draft = spec.draft.build_copies(loader, sources, stored)
         if draft is not None and capture is not None:
-            spec.draft.use_graphs(draft, spec.memory, capture, _CAPTURING_S)
+            n_nodes = spec.memory.limits.n_nodes
+            n_keys = draft_rows(spec.memory.max_model_len, n_nodes)
+            shape = GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes)
+            capture_passes(draft, shape, capture, _CAPTURING_S)
         return target.build(loader, plan, spec.files, sources, trace), draft
-
-
-def _use_graphs(spec: EngineSpec, runner: Runner, capture: Capture) -> None:
-    # A self-drafting target also computes growing trees.
-    n_nodes = spec.memory.limits.n_nodes
-    n_rows = n_nodes if spec.draft.drafting.type.resources.view is None else ROWS_PER_NODE * n_nodes
-    shape = GraphShape(n_nodes, spec.memory.cache_rows, n_rows)
-    capture_passes(runner, shape, capture, _CAPTURING_S)
 
 
 def _gather_memory(nbytes: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.target_spec import TargetSpec
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.captured_passes import capture_passes
-from offload_rt.executor.cuda_graphs import Capture, CudaCapture, GraphShape
+from offload_rt.executor.cuda_graphs import CudaCapture, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.heads import Head
 from offload_rt.models.layers import LayerWeights
@@ -29,7 +29,6 @@ from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner, learning_nbytes
 from offload_rt.speculate.pair_stats import PairStats
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
@@ -169,15 +168,6 @@ class DraftSpec:
         copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
         spec = self.target.checkpoint.spec
         return loader.runner(spec, dense.Format(), COPY_DTYPE.torch, copies, Trace(on=False))
-
-    def use_graphs(
-        self, runner: Runner, memory: MemoryPlan, capture: Capture, seconds: float
-    ) -> None:
-        """Capture draft passes as CUDA graphs."""
-        n_nodes = memory.limits.n_nodes
-        n_keys = draft_rows(memory.max_model_len, n_nodes)
-        shape = GraphShape(n_nodes, n_keys, ROWS_PER_NODE * n_nodes)
-        capture_passes(runner, shape, capture, seconds)
 
     def connect(
         self, target: Runner, draft: Runner | None, shared: LayerWeights | SharedWeights

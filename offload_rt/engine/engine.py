@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from traceback import format_exc
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.engine.pass_meter import PassLoad, PassMeter
+from offload_rt.engine.pass_meter import PassMeter
 from offload_rt.engine.sequence_pool import RunningSequence, SequencePool
 from offload_rt.errors import DeviceError
 from offload_rt.executor.runner import Runner
@@ -128,8 +128,12 @@ class Engine(SequencePool):
         trees = self._draft(decoding)
         meter.drafted()
         steps = [self._tree_step(*pair) for pair in zip(decoding, trees, strict=True)]
-        steps += [self._prompt_step(running, n) for running, n in prompts.items()]
-        meter.predict(self._load(batch, steps, len(decoding)))
+        for running, n in prompts.items():
+            first = self.runner.n_committed(running.cache)
+            tokens = running.sequence.cache_ids[first : first + n]
+            steps.append(self._step(running, torch.tensor(tokens), Topology.chain(n), n))
+        has_prompt = any(running.sequence.n_new == 0 for running in batch)
+        meter.predict(steps, len(decoding), has_prompt)
         logits = self.runner.forward(steps)
         are_finite = self.runner.finish(logits)
         meter.computed()
@@ -198,20 +202,28 @@ class Engine(SequencePool):
         if running.sequence.grammar is not None:
             running.sequence.grammar.start_masks(tree.candidates().paths())
         missing = self._missing_tokens(running)
-        root = torch.tensor([*missing, running.sequence.cache_ids[-1]], dtype=torch.int64)
-        read, n_read = self._prompt_reader(running), len(missing)
-        if missing and self.drafter.reads_prompt and read is None:
-            read, n_read = self._predictions_reader(running), min(n_read, self._cheap_rows())
+        tokens = torch.tensor([*missing, running.sequence.cache_ids[-1], *tree.tokens[1:].tolist()])
+        step = self._step(running, tokens, tree.topology.after_chain(len(missing)), len(missing))
+        if missing and self.drafter.reads_prompt and step.read is None:
+            n_read = min(len(missing), self._cheap_rows())
+            step = replace(step, read=self._predictions_reader(running), n_read=n_read)
+        return step
+
+    def _step(
+        self, running: RunningSequence, tokens: Tensor, topology: Topology, n_chain: int
+    ) -> Step:
+        """Return a step with a chain of `n_chain` tokens above a tree, or alone."""
+        n_wanted = len(tokens) - n_chain
         return Step(
             cache=running.cache,
-            tokens=torch.cat((root, tree.tokens[1:])),
-            topology=tree.topology.after_chain(len(missing)),
-            n_wanted=len(tree.topology),
+            tokens=tokens,
+            topology=topology,
+            n_wanted=n_wanted,
             n_prompt=running.sequence.n_prompt,
-            n_chain=len(missing),
-            read=read,
-            n_read=n_read,
-            read_hidden=self._hidden_reader(running, len(missing) + 1),
+            n_chain=n_chain,
+            read=self._prompt_reader(running),
+            n_read=n_chain,
+            read_hidden=self._hidden_reader(running, n_chain + min(n_wanted, 1)),
             images=running.sequence.images,
         )
 
@@ -220,22 +232,6 @@ class Engine(SequencePool):
         sizes = 2 ** np.arange(10)
         seconds = self.cost.seconds(sizes, 0)
         return int(sizes[seconds <= 2 * seconds[0]].max())
-
-    def _prompt_step(self, running: RunningSequence, n: int) -> Step:
-        first = self.runner.n_committed(running.cache)
-        tokens = running.sequence.cache_ids[first : first + n]
-        return Step(
-            cache=running.cache,
-            tokens=torch.tensor(tokens, dtype=torch.int64),
-            topology=Topology.chain(n),
-            n_wanted=0,
-            n_prompt=running.sequence.n_prompt,
-            n_chain=n,
-            read=self._prompt_reader(running),
-            n_read=n,
-            read_hidden=self._hidden_reader(running, n),
-            images=running.sequence.images,
-        )
 
     def _prompt_reader(self, running: RunningSequence) -> Callable[[Tensor], None] | None:
         """Return the recorder of prompt log-probabilities; None if not requested."""
@@ -270,12 +266,6 @@ class Engine(SequencePool):
         if self.runner.n_committed(running.cache) == 0:
             pooling.restart()
         return lambda hidden: pooling.add(hidden[:n])
-
-    def _load(self, batch: list[RunningSequence], steps: list[Step], n_trees: int) -> PassLoad:
-        n_rows = sum(step.n_rows for step in steps)
-        context = max(self.runner.n_committed(step.cache) for step in steps)
-        has_prompt = any(running.sequence.n_new == 0 for running in batch)
-        return PassLoad(n_rows, context, n_trees, has_prompt)
 
     def _verify(
         self,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from offload_rt.cost.roofline import n_weights
 from offload_rt.dtypes import DType
@@ -11,8 +10,8 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import TensorShape
 from offload_rt.offload.placement import ExpertSizes, LinkSizes
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import Matrix, Source, StoredTensor, WeightFormat, dense
-from offload_rt.weights.layout import BlockRecord, Layout, packed_layout
+from offload_rt.weights.formats import Matrix, Source, WeightFormat, dense
+from offload_rt.weights.layout import Layout, packed_layout
 from offload_rt.weights.rounding import COPIES, COPY_DTYPE, rounded_layout
 
 Tensors = Iterable[tuple[str, tuple[int, ...], DType]]
@@ -84,46 +83,44 @@ class Sizes:
             plain = ((name, shape, dtype) for name, shape in tensors)
             return rounded_layout(plain, rounding)
 
-        kinds = dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
-        layouts = {layer: layout(layer) for layer in kinds}
+        layouts = {layer: layout(layer) for layer in _kinds(spec)}
         non_layer = layout(spec.non_layer_tensors())
-        layers = [matrix for part in layouts.values() for matrix in part.matrices.values()]
+        blocks = (*layouts.values(), non_layer)
         heads = tuple(non_layer.matrices.values())
-        matrices = (*layers, *heads)
         head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
         plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * dtype.itemsize
         return replace(
             self,
             layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
             non_layer_nbytes=non_layer.nbytes,
-            view_nbytes=max(self.view_nbytes, _scratch_nbytes(matrices, dtype, True)),
-            host_view_nbytes=max(self.host_view_nbytes, _scratch_nbytes(matrices, dtype, False)),
+            view_nbytes=max(self.view_nbytes, _scratch_nbytes(blocks, dtype, True)),
+            host_view_nbytes=max(self.host_view_nbytes, _scratch_nbytes(blocks, dtype, False)),
             rounding=rounding,
             head_share=head_nbytes / plain_nbytes if heads else 1.0,
-            matrix=largest(layers),
+            matrix=_largest(layouts.values()),
         )
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Return the sizes of stored tensors, for compute in `dtype`."""
+        blocks = [block.layout for block in checkpoint.blocks]
         return cls(
             spec=checkpoint.spec,
             layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
             non_layer_nbytes=checkpoint.non_layer.nbytes,
             dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=_scratch_nbytes(checkpoint.blocks, dtype, True),
-            host_view_nbytes=_scratch_nbytes(checkpoint.blocks, dtype, False),
-            matrix=largest(m for layer in checkpoint.layers for m in layer.matrices.values()),
+            view_nbytes=_scratch_nbytes(blocks, dtype, True),
+            host_view_nbytes=_scratch_nbytes(blocks, dtype, False),
+            matrix=_largest(blocks[: len(checkpoint.layers)]),
         )
 
     @classmethod
     def of_copies(cls, spec: Architecture, layers: Iterable[Tensors]) -> "Sizes":
         """Return the sizes of 4-bit copies of layers, given (name, shape, dtype) of each layer."""
         layouts = [rounded_layout(layer, COPIES) for layer in layers]
-        matrices = (matrix for layout in layouts for matrix in layout.matrices.values())
         return cls(
             spec, (0,) * spec.n_layers, 0, COPY_DTYPE,
-            stand_in=max(layout.nbytes for layout in layouts), matrix=largest(matrices),
+            stand_in=max(layout.nbytes for layout in layouts), matrix=_largest(layouts),
         )  # fmt: skip
 
     @classmethod
@@ -132,44 +129,45 @@ class Sizes:
     ) -> "Sizes":
         """Return the sizes of an architecture in device layout, with layers in a format."""
         stores: WeightFormat = layer_format or dense.Format(None)
-        stored = {
-            layer: [
-                stores.stored(name, shape, dtype, Source({}))
-                for tensor in layer
-                for name, shape in _matrices(tensor)
-            ]
-            for layer in dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
-        }
-        nbytes = {
-            layer: packed_layout(
-                (part.name, part.shape, part.dtype or dtype)
-                for tensor in tensors
-                for part in tensor.tensors
-            ).nbytes
-            for layer, tensors in stored.items()
-        }
-        tensors = tuple(chain(*stored.values()))
+
+        def layout(layer: Iterable[TensorShape]) -> Layout:
+            names = (part for tensor in layer for part in _matrices(tensor))
+            stored = {name: stores.stored(name, shape, dtype, Source({})) for name, shape in names}
+            parts = (part for tensor in stored.values() for part in tensor.tensors)
+            matrices = {
+                name.removesuffix(".weight"): part
+                for name, part in stored.items()
+                if isinstance(part, Matrix)
+            }
+            tensors = ((part.name, part.shape, part.dtype or dtype) for part in parts)
+            return packed_layout(tensors, matrices)
+
+        layouts = {layer: layout(layer) for layer in _kinds(spec)}
         return cls(
             spec=spec,
-            layer_nbytes=tuple(nbytes[spec.layer_tensors(i)] for i in range(spec.n_layers)),
+            layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
             non_layer_nbytes=n_weights(spec.non_layer_tensors()) * dtype.itemsize,
             dtype=dtype,
-            view_nbytes=_scratch_nbytes(tensors, dtype, True),
-            host_view_nbytes=_scratch_nbytes(tensors, dtype, False),
-            matrix=largest(tensor for tensor in tensors if isinstance(tensor, Matrix)),
+            view_nbytes=_scratch_nbytes(layouts.values(), dtype, True),
+            host_view_nbytes=_scratch_nbytes(layouts.values(), dtype, False),
+            matrix=_largest(layouts.values()),
         )
 
 
-def largest(matrices: Iterable[Matrix]) -> Matrix | None:
+def _kinds(spec: Architecture) -> Iterable[tuple[TensorShape, ...]]:
+    """Return the tensors of each kind of layer: most layers of a model are equal."""
+    return dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
+
+
+def _largest(layouts: Iterable[Layout]) -> Matrix | None:
     """Return the matrix with the most weights, the first of equal ones; None without matrices."""
+    matrices = (matrix for layout in layouts for matrix in layout.matrices.values())
     return max(matrices, key=lambda matrix: math.prod(matrix.shape), default=None)
 
 
-def _scratch_nbytes(
-    parts: Iterable[BlockRecord | StoredTensor | Matrix], dtype: DType, has_card: bool
-) -> int:
+def _scratch_nbytes(layouts: Iterable[Layout], dtype: DType, has_card: bool) -> int:
     """Return the bytes of the largest temporary copy for compute in `dtype`."""
-    return max((part.scratch_nbytes(dtype, has_card) for part in parts), default=0)
+    return max((layout.scratch_nbytes(dtype, has_card) for layout in layouts), default=0)
 
 
 def _expert_nbytes(sizes: Sizes, i: int) -> int:

@@ -89,9 +89,7 @@ class RankRunner(Runner):
 class PipelineRunner(RankRunner):
     """Runner of a pipeline stage."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._times: ComputeTimes | None = None
+    _times: ComputeTimes | None = None
 
     @_on_all_ranks
     def overlap(self, times: ComputeTimes) -> ComputeTimes:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offload_rt import ops
 from offload_rt.errors import CapacityError
-from offload_rt.kv.split import KVBytes
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import Attention, KVShape
 
@@ -222,11 +221,6 @@ class ContiguousCache(KVCache):
         grouped = (tuple(layer for layer in model.kv_shapes if layer == shape) for shape in shapes)
         buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in grouped)
         return cls(*buffers, places=places)
-
-    @staticmethod
-    def nbytes(model: Architecture, n_rows: int, itemsize: int) -> KVBytes:
-        """Return the size of `n_rows` rows with elements of `itemsize` bytes, all on the device."""
-        return KVBytes(device=n_rows * model.kv_nbytes(itemsize))
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         first = self.n_held + start

@@ -111,9 +111,7 @@ _POOL = 5
 class ChosenCache(SparseCache):
     """View that recomputes the last tokens against all source rows, and copies the best rows."""
 
-    def __init__(self, source: KVCache, buffer: KVBuffer, budget: int, spec: Architecture) -> None:
-        super().__init__(source, buffer, budget, spec)
-        self._is_selecting = False
+    _is_selecting = False
 
     @staticmethod
     @abstractmethod

@@ -41,11 +41,10 @@ LEAST_BUDGET = 32
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes of a cache on the device and on the host, and bytes per pass over the link."""
+    """Bytes of a cache on the device and on the host."""
 
     device: int
-    host: int = 0
-    link: int = 0
+    host: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ class KVSplit:
         return self.block_rows * self.format.nbytes
 
     def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
-        """Return the bytes on device and host, and over the link in each pass.
+        """Return the bytes on device and host.
 
         The device stores its rows, the slots, a block under conversion, scores, and a layer's rows
         of a prompt of `longest` rows with a copy being written; on a GPU, two copies.
@@ -190,7 +189,6 @@ class KVSplit:
             device=rows + slots + converted + scores + staged,
             # host slots are needed if the driver refuses to pin
             host=offloaded + (slots if has_card else 0),
-            link=self.n_offloaded * self.format.nbytes * model.n_layers,
         )
 
     def streamed(self, tier: str) -> StreamedRows:

@@ -93,9 +93,6 @@ class CardExperts(ExpertCache):
     def _gather(self) -> None:
         """Ensure that some wanted block is enqueued; all blocks with a slot are."""
 
-    def _sort(self) -> None:
-        """Do nothing: enqueued copies cannot be reordered or canceled."""
-
     def _computed(self, slot: int) -> None:
         self._last_use[slot] = self._device.record_compute()
         self._count_finished()

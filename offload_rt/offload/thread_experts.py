@@ -83,9 +83,6 @@ class ThreadExperts(ReadThreads, ExpertCache):
             else:
                 self._idle.append(fetch)
 
-    def _computed(self, slot: int) -> None:
-        """Do nothing: compute has finished when the call returns."""
-
     def _next(self) -> Fetch | None:
         for queue in (self._urgent, self._idle):
             while queue and not queue[0].parts:

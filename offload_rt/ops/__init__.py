@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offload_rt.ops import attention_cpu, extension, layer_cpu, reference, top_cpu
+from offload_rt.ops import attention_cpu, cpu, extension, layer_cpu, reference, top_cpu
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
@@ -23,7 +23,7 @@ _WIDEST_NORMED = 16384
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension of x (n, d) or (n, heads, d), weight (d,)."""
-    if layer_cpu.serves(x, weight):
+    if cpu.serves(x, weight):
         return layer_cpu.rms_norm(x, weight, eps)
     has_kernel = _in_vectors(x, weight) and x.shape[-1] <= _WIDEST_NORMED
     out: Tensor = (extension.kernels() if has_kernel else reference).rms_norm(x, weight, eps)
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add delta (n, d) to x in place and return `rms_norm` of x."""
-    if layer_cpu.serves(x, delta, weight):
+    if cpu.serves(x, delta, weight):
         return layer_cpu.rms_norm(x, weight, eps, delta)
     has_kernel = _in_vectors(x, delta, weight) and x.shape[-1] <= _WIDEST_NORMED
     kernels = extension.kernels() if has_kernel else reference
@@ -42,7 +42,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Multiply SiLU of the gate by up; all (n, d)."""
-    if layer_cpu.serves(gate, up):
+    if cpu.serves(gate, up):
         return layer_cpu.silu_mul(gate, up)
     out: Tensor = (extension.kernels() if _in_vectors(gate, up) else reference).silu_mul(gate, up)
     return out
@@ -56,7 +56,7 @@ def rotate_and_store(
     if (
         isinstance(rows, slice)
         and rotary is not None
-        and layer_cpu.serves(q, k, v, *rotary, keys, values)
+        and cpu.serves(q, k, v, *rotary, keys, values)
     ):
         return layer_cpu.rotate_and_store(q, k, v, rotary, keys, values, rows.start)
     if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
@@ -72,7 +72,7 @@ def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tenso
     temperature  return their probabilities instead, without denormals; k is at most the width
     Returns (n, k) float32 and (n, k) int64. The first value of a row with NaN is NaN.
     """
-    if top_cpu.serves(logits):
+    if cpu.serves(logits):
         return top_cpu.top(logits, k, temperature)
     return reference.top(logits, k, temperature)
 

@@ -2,42 +2,72 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from offload_rt.ops import build
 
-_ADDRESS = ctypes.c_void_p
-_SIZE = ctypes.c_int64
-_INT = ctypes.c_int
+ADDRESS = ctypes.c_void_p
+SIZE = ctypes.c_int64
+INT = ctypes.c_int
+FLOAT = ctypes.c_float
 # Result and arguments of each function.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "offload_rt_tree_attention": (None, (_ADDRESS, _INT)),
-    "offload_rt_rms_norm": (None, (_ADDRESS, _INT)),
-    "offload_rt_silu_mul": (None, (_ADDRESS, _INT)),
-    "offload_rt_rotate_and_store": (None, (_ADDRESS, _INT)),
-    "offload_rt_decode_layers": (None, (_ADDRESS, _INT)),
-    "offload_rt_top": (None, (_ADDRESS, _INT)),
-    "offload_rt_digest": (ctypes.c_uint64, (_ADDRESS, _SIZE)),
-    "offload_rt_decode": (ctypes.c_bool, (_ADDRESS, _SIZE, _INT, _SIZE, _ADDRESS, ctypes.c_bool)),
-    "offload_rt_linear": (None, (_ADDRESS, _INT, _INT, _INT)),
+    "offload_rt_tree_attention": (None, (ADDRESS, INT)),
+    "offload_rt_rms_norm": (None, (ADDRESS, INT)),
+    "offload_rt_silu_mul": (None, (ADDRESS, INT)),
+    "offload_rt_rotate_and_store": (None, (ADDRESS, INT)),
+    "offload_rt_decode_layers": (None, (ADDRESS, INT)),
+    "offload_rt_top": (None, (ADDRESS, INT)),
+    "offload_rt_digest": (ctypes.c_uint64, (ADDRESS, SIZE)),
+    "offload_rt_decode": (ctypes.c_bool, (ADDRESS, SIZE, INT, SIZE, ADDRESS, ctypes.c_bool)),
+    "offload_rt_linear": (None, (ADDRESS, INT, INT, INT)),
     "offload_rt_linear_groups": (
         None,
-        (_ADDRESS, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _INT, _ADDRESS, _SIZE, _ADDRESS, _INT, _INT),
+        (ADDRESS, INT, ADDRESS, ADDRESS, ADDRESS, INT, ADDRESS, SIZE, ADDRESS, INT, INT),
     ),
-    "offload_rt_unpack": (None, (_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _INT, _INT)),
-    "offload_rt_fma_rate": (ctypes.c_double, (_SIZE, _ADDRESS)),
+    "offload_rt_unpack": (None, (ADDRESS, ADDRESS, SIZE, ADDRESS, INT, INT)),
+    "offload_rt_fma_rate": (ctypes.c_double, (SIZE, ADDRESS)),
 }
 # As `Dtype` in csrc/cpu.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def library(isa: int | None = None) -> ctypes.CDLL | None:
-    """Load the library, which may build it; None without a C++ compiler.
+def library() -> ctypes.CDLL | None:
+    """Load the library for this machine, which may build it; None without a C++ compiler."""
+    return _load(level())
 
-    isa  instruction set as of `level`; default: that of this machine
-    """
-    return _load(level() if isa is None else isa)
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether the library computes with these tensors: rows of numbers of the same dtype."""
+    x = tensors[0]
+    return (
+        x.device.type == "cpu"
+        and x.dtype in DTYPES
+        and all(
+            tensor.dtype == x.dtype and tensor.stride(-1) == 1 and not tensor.requires_grad
+            for tensor in tensors
+        )
+        and library() is not None
+    )
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the library; its last argument is the number of threads."""
+    loaded = library()
+    assert loaded is not None, "callers check `serves`"
+    addresses = (
+        ctypes.byref(part) if isinstance(part, ctypes.Structure | ctypes.Array) else part
+        for part in arguments
+    )
+    getattr(loaded, name)(*addresses, torch.get_num_threads())
+
+
+def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
+    """Return the fields of a structure, given types with the names of consecutive fields."""
+    return [(name, kind) for kind, names in groups for name in names.split()]
 
 
 @cache

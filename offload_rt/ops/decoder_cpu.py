@@ -5,48 +5,42 @@ See `decode_layers` of csrc/layer_cpu.h. The numbers equal those of the single o
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import Structure
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from offload_rt.ops import cpu, linear_cpu
+from offload_rt.ops.cpu import ADDRESS, FLOAT, INT, SIZE
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.tree_mask import TreeMask
 
-_NORMS = "input_norm", "output_norm", "q_norm", "k_norm"
-_MATRICES = "q", "k", "v", "o", "gate", "up", "down"
 
-
-class _Layer(ctypes.Structure):
+class _Layer(Structure):
     """`Layer` of csrc/layer_cpu.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _NORMS),
-        *((name, ctypes.c_int64) for name in ("index", "window", "has_pairs")),
-        *((name, linear_cpu.MatrixStruct) for name in _MATRICES),
-    )
-
-
-class _Segment(ctypes.Structure):
-    """`Segment` of csrc/layer_cpu.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "bits", "depths")),
-        *((name, ctypes.c_int64) for name in ("n", "first", "n_words", "n_before", "n_tree")),
-        *((name, ctypes.c_int64) for name in ("key_layer", "key_head", "key_row", "value_layer",
-            "value_head", "value_row")),
+    _fields_ = cpu.fields(
+        (ADDRESS, "input_norm output_norm q_norm k_norm"), (SIZE, "index window has_pairs"),
+        (linear_cpu.MatrixStruct, "q k v o gate up down"),
     )  # fmt: skip
 
 
-class _Pass(ctypes.Structure):
+class _Segment(Structure):
+    """`Segment` of csrc/layer_cpu.cpp."""
+
+    _fields_ = cpu.fields(
+        (ADDRESS, "keys values bits depths"), (SIZE, "n first n_words n_before n_tree"),
+        (SIZE, "key_layer key_head key_row value_layer value_head value_row"),
+    )  # fmt: skip
+
+
+class _Pass(Structure):
     """`Pass` of csrc/layer_cpu.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "layers", "segments")),
-        *((name, ctypes.c_int64) for name in ("n", "n_layers", "n_segments", "x_row", "cos_row",
-            "sin_row", "n_heads", "n_kv_heads", "dim")),
-        *((name, ctypes.c_float) for name in ("eps", "scale")), ("dtype", ctypes.c_int32),
+    _fields_ = cpu.fields(
+        (ADDRESS, "x cos sin layers segments"), (SIZE, "n n_layers n_segments"),
+        (SIZE, "x_row cos_row sin_row n_heads n_kv_heads dim"), (FLOAT, "eps scale"),
+        (INT, "dtype"),
     )  # fmt: skip
 
 
@@ -133,8 +127,6 @@ def decode(
         for tensor in (x, *rotary, *caches)
     ):
         return False
-    library = cpu.library()
-    assert library is not None, "`layer` checks the library"
     structs = (_Segment * len(segments))(*map(_segment, segments))
     pointers = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(part.struct) for part in layers))
     cos, sin = rotary
@@ -144,7 +136,7 @@ def decode(
         sin.stride(0), sizes.n_heads, sizes.n_kv_heads, sizes.dim, sizes.eps, sizes.dim**-0.5,
         cpu.DTYPES[x.dtype],
     )  # fmt: skip
-    library.offload_rt_decode_layers(ctypes.byref(arguments), torch.get_num_threads())
+    cpu.call("offload_rt_decode_layers", arguments)
     return True
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import cpu
+from offload_rt.ops.cpu import ADDRESS, INT, SIZE
 from offload_rt.ops.dequantize import POWERS_OF_TWO, BlockMatrix, CodedMatrix
 from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, ORDERS
 
@@ -28,20 +29,12 @@ _POWER_OF_TWO = len(cpu.DTYPES)  # kExponent8
 class MatrixStruct(ctypes.Structure):
     """As `Matrix` in csrc/linear_cpu.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "y")),
-        *((name, ctypes.c_int64) for name in ("n_rows", "ldx", "ldy")),
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros", "groups", "bias")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("row_nbytes", "n_out", "n_in", "block_out", "block_in", "grid_columns")
-        ),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("kind", "bits", "offset", "scale_dtype", "product_dtype", "zero_order")
-        ),
-        *((name, ctypes.c_int32) for name in ("zero_plus", "bias_dtype", "rounds_inputs")),
-    )
+    _fields_ = cpu.fields(
+        (ADDRESS, "x y"), (SIZE, "n_rows ldx ldy"), (ADDRESS, "codes scales zeros groups bias"),
+        (SIZE, "row_nbytes n_out n_in block_out block_in grid_columns"),
+        (INT, "kind bits offset scale_dtype product_dtype zero_order"),
+        (INT, "zero_plus bias_dtype rounds_inputs"),
+    )  # fmt: skip
 
 
 def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
@@ -77,11 +70,7 @@ def linear(
         for weight, bias, y in zip(weights, biases, outputs, strict=True)
     ]
     array = (MatrixStruct * len(matrices))(*matrices)
-    library = cpu.library()
-    assert library is not None
-    library.offload_rt_linear(
-        ctypes.addressof(array), len(array), cpu.DTYPES[x.dtype], torch.get_num_threads()
-    )
+    cpu.call("offload_rt_linear", array, len(array), cpu.DTYPES[x.dtype])
     return outputs
 
 
@@ -126,15 +115,14 @@ def linear_groups(
         raise RuntimeError(f"x has {x.shape[1]} columns, its weights {stack.n_in}")
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(ends[-1], stack.n_out, dtype=x.dtype)
-    library = cpu.library()
-    assert library is not None
     n = len(groups)
     ranges = (ctypes.c_int64 * (2 * n))(*groups, *ends)
     address = ctypes.addressof(ranges)
-    library.offload_rt_linear_groups(
+    cpu.call(
+        "offload_rt_linear_groups",
         stack.words.ctypes.data, stack.words.shape[1], stack.columns.ctypes.data, address,
         address + 8 * n, n, x.data_ptr(), x.stride(0) if x.shape[0] > 1 else 0, y.data_ptr(),
-        cpu.DTYPES[x.dtype], torch.get_num_threads(),
+        cpu.DTYPES[x.dtype],
     )  # fmt: skip
     return y
 
@@ -153,13 +141,9 @@ def _product(matrix: MatrixStruct, x: Tensor, y: Tensor) -> MatrixStruct:
 
 def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) -> Tensor:
     """Write the rows (n,) int64 of a weight, or all of them, to out (n, n_in)."""
-    library = cpu.library()
-    assert library is not None
     address = None if rows is None else rows.contiguous().data_ptr()
-    library.offload_rt_unpack(
-        ctypes.byref(describe(weight)), address, len(out), out.data_ptr(), cpu.DTYPES[out.dtype],
-        torch.get_num_threads(),
-    )  # fmt: skip
+    data = len(out), out.data_ptr(), cpu.DTYPES[out.dtype]
+    cpu.call("offload_rt_unpack", describe(weight), address, *data)
     return out
 
 

@@ -1,39 +1,24 @@
 """The most probable tokens of rows of logits on a CPU; see csrc/sampling_cpu.cpp."""
 
-import ctypes
+from ctypes import Structure
 
 import torch
 from torch import Tensor
 
 from offload_rt.ops import cpu
+from offload_rt.ops.cpu import ADDRESS, FLOAT, INT, SIZE
 
 
-class _Top(ctypes.Structure):
+class _Top(Structure):
     """`Top` of csrc/sampling_cpu.cpp."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "values", "tokens")),
-        *((name, ctypes.c_int64) for name in ("n", "width", "row", "k")),
-        ("rate", ctypes.c_float), ("dtype", ctypes.c_int32),
-    )  # fmt: skip
-
-
-def serves(logits: Tensor) -> bool:
-    """Whether the kernel applies to logits."""
-    return (
-        logits.device.type == "cpu"
-        and logits.dtype in cpu.DTYPES
-        and logits.stride(-1) == 1
-        and cpu.library() is not None
+    _fields_ = cpu.fields(
+        (ADDRESS, "logits values tokens"), (SIZE, "n width row k"), (FLOAT, "rate"), (INT, "dtype")
     )
 
 
-def top(
-    logits: Tensor, k: int, temperature: float | None = None, level: int | None = None
-) -> tuple[Tensor, Tensor]:
+def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
     """Compute `ops.top`."""
-    library = cpu.library(level)
-    assert library is not None, "callers check `serves`"
     n, width = logits.shape
     values = torch.empty(n, k)
     tokens = torch.empty(n, k, dtype=torch.int64)
@@ -42,5 +27,5 @@ def top(
     rate = 0.0 if temperature is None else 1 / max(temperature, tiny)
     pointers = (tensor.data_ptr() for tensor in (logits, values, tokens))
     arguments = _Top(*pointers, n, width, logits.stride(0), k, rate, cpu.DTYPES[logits.dtype])
-    library.offload_rt_top(ctypes.byref(arguments), torch.get_num_threads())
+    cpu.call("offload_rt_top", arguments)
     return values, tokens

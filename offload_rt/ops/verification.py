@@ -46,16 +46,8 @@ def arguments(
     candidates: Candidates, uniforms: Tensor, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
     """Copy five tree arrays and the uniforms to a device in one transfer."""
-    arrays = [
-        candidates.starts,
-        candidates.children,
-        candidates.tokens,
-        candidates.is_sampled,
-        candidates.row_of,
-    ]
-    arrays = [
-        np.asarray(array, dtype=np.int64) for array in (*arrays, uniforms.numpy().view(np.int64))
-    ]
+    all_arrays = (*candidates[:5], uniforms.numpy().view(np.int64))
+    arrays = [np.asarray(array, dtype=np.int64) for array in all_arrays]
     (packed,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
     starts, children, tokens, is_sampled, row_of, noise = torch.split(
         packed, [len(array) for array in arrays]

@@ -105,13 +105,9 @@ class Checkpoint:
         """
         digest = hashlib.sha256(repr(sorted(self.config.items())).encode())
         for record in (self.whole or self).records:
-            middle = (record.start + record.stop) // 2
-            try:
-                with record.path.open("rb", buffering=0) as file:
-                    file.seek(middle)
-                    page = file.read(min(PAGE, record.stop - middle))
-            except OSError as error:
-                raise CheckpointError(f"{record.path}: {error.strerror or error}") from error
+            nbytes = record.stop - record.start
+            middle = (record.start + record.stop) // 2 - record.start
+            page = record.read(middle, min(PAGE, nbytes - middle))
             digest.update(repr((record.name, record.shape, record.dtype)).encode() + page)
         return digest.hexdigest()[:24]
 

@@ -15,6 +15,7 @@ from offload_rt.weights.header import TensorRecord, read_header
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HEADS = "medusa_lm_head.safetensors"
+_GENERATION = "generation_config.json"
 # A checkpoint with images has one of these.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -114,8 +115,7 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
 
 def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     """Return the ids that end a text; generation_config.json takes precedence over the config."""
-    file = path / "generation_config.json"
-    for source in (read_json(file) if file.exists() else {}, config):
+    for source in (_generation_config(path), config):
         ids = source.get("eos_token_id")
         if ids is not None and ids != []:
             return frozenset([ids] if isinstance(ids, int) else ids)
@@ -127,8 +127,7 @@ def sampling_defaults(path: Path) -> SamplingParams:
 
     As in transformers; None for absent settings. Raises CheckpointError for invalid settings.
     """
-    file = path / "generation_config.json"
-    raw = read_json(file) if file.exists() else {}
+    raw = _generation_config(path)
     given = {name: raw[name] for name in LEFT_TO_THE_MODEL if raw.get(name) is not None}
     if raw.get("do_sample"):
         given.setdefault("temperature", 1.0)
@@ -137,6 +136,9 @@ def sampling_defaults(path: Path) -> SamplingParams:
     try:
         return SamplingParams(**given)
     except SettingsError as error:
-        raise CheckpointError(
-            f"{file}: {error.problem}", need=error.need, change="mend it"
-        ) from error
+        problem = f"{path / _GENERATION}: {error.problem}"
+        raise CheckpointError(problem, need=error.need, change="mend it") from error
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    return read_json(path / _GENERATION) if (path / _GENERATION).exists() else {}

@@ -55,6 +55,15 @@ class TensorRecord:
         start = self.start + first * nbytes
         return replace(self, shape=(n, *self.shape[1:]), start=start, stop=start + n * nbytes)
 
+    def read(self, first: int, n: int) -> bytes:
+        """Read n bytes of the tensor from byte `first` on; raises CheckpointError."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start + first)
+                return file.read(n)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror or error}") from error
+
     def stored_dtype(self) -> DType:
         """Return the dtype of the elements; raises CheckpointError if torch has no such dtype."""
         if self.dtype not in _DTYPES:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from offload_rt.dtypes import DType
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.matrix import Matrix
-from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +61,14 @@ class Layout:
     def packed(self) -> "Layout":
         """The same tensors back to back, each aligned for kernels."""
         return packed_layout(self.tensors, self.matrices)
+
+    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
+        """Return the bytes of the largest temporary copy for compute in `dtype`."""
+        coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
+        plain = (entry for entry in self.entries if entry.name not in coded)
+        sizes = [math.prod(part.shape) * dtype.itemsize for part in plain if part.dtype != dtype]
+        sizes += [matrix.scratch_nbytes(dtype, has_card) for matrix in self.matrices.values()]
+        return max(sizes, default=0)
 
     def views(self, block: "Tensor") -> "dict[str, Tensor]":
         """Return the tensors of a block (>= nbytes,) uint8 by name, without copying."""
@@ -118,17 +125,6 @@ class BlockRecord:
             if keys.issuperset(tensor.name for tensor in matrix.tensors)
         }
         return BlockRecord(tensors, matrices)
-
-    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
-        """Return the bytes of the largest temporary copy for compute in `dtype`."""
-        coded = {tensor.name for matrix in self.matrices.values() for tensor in matrix.tensors}
-        parts: list[StoredTensor | Matrix] = [
-            StoredTensor(record.key, record.shape, record.stored_dtype())
-            for record in self.tensors
-            if record.key not in coded
-        ]
-        parts += self.matrices.values()
-        return max((part.scratch_nbytes(dtype, has_card) for part in parts), default=0)
 
 
 @dataclass(frozen=True)

@@ -201,21 +201,11 @@ def estimate(layer: BlockRecord) -> int:
 
 def _sample(record: TensorRecord, itemsize: int) -> np.ndarray:
     """Read evenly spread pages of a tensor: (n,) uint8."""
-    n = min(_PAGE_WEIGHTS * itemsize, record.stop - record.start)
-    starts = (
-        np.linspace(0, record.stop - record.start - n, _PAGES).astype(np.int64)
-        // itemsize
-        * itemsize
-    )
-    try:
-        with record.path.open("rb", buffering=0) as file:
-            pieces = []
-            for start in starts.tolist():
-                file.seek(record.start + start)
-                pieces.append(np.frombuffer(file.read(n), np.uint8))
-    except OSError as error:
-        raise CheckpointError(f"{record.path}: {error.strerror or error}") from error
-    return np.concatenate(pieces)
+    n_weights = (record.stop - record.start) // itemsize
+    n = min(_PAGE_WEIGHTS, n_weights)
+    starts = np.linspace(0, n_weights - n, _PAGES).astype(np.int64) * itemsize
+    pages = b"".join(record.read(start, n * itemsize) for start in starts.tolist())
+    return np.frombuffer(pages, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)

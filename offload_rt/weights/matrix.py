@@ -13,9 +13,13 @@ from offload_rt.packing import Order, Packing, product_nbytes
 from offload_rt.weights.source import StoredTensor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from offload_rt.ops import dequantize
     from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, ZeroCodes
+else:
+    from offload_rt.lazy import dequantize, torch
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,7 @@ class ZeroPoints:
 
     def codes(self, tensors: Mapping[str, Tensor]) -> ZeroCodes:
         """Return the argument of `CodedMatrix`."""
-        from offload_rt.ops.dequantize import ZeroCodes
-
-        return ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
+        return dequantize.ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
 
 
 @dataclass(frozen=True)
@@ -128,16 +130,12 @@ class QuantizedMatrix(Matrix):
         return self.packing.code_shape(*shape), grid
 
     def weight(self, tensors: Mapping[str, Tensor]) -> CodedMatrix:
-        import torch  # not at the top: a plan computes nothing
-
-        from offload_rt.ops.dequantize import POWERS_OF_TWO, CodedMatrix
-
         words, grid = self._stored_shapes
         scales = tensors[self.scales.name]
         if self.nested is not None:
             scales = self.nested.decode(scales, tensors)
-        product = torch.float32 if scales.dtype in POWERS_OF_TWO else scales.dtype
-        return CodedMatrix(
+        product = torch.float32 if scales.dtype in dequantize.POWERS_OF_TWO else scales.dtype
+        return dequantize.CodedMatrix(
             self.shape,
             self.packing,
             tensors[self.codes.name].view(words),

@@ -1,6 +1,5 @@
 """Tensors of a checkpoint by name, as a format searches and reads them when a checkpoint opens."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,10 +25,6 @@ class StoredTensor(NamedTuple):
     def tensors(self) -> "tuple[StoredTensor, ...]":
         """The tensor itself, as `Matrix.tensors`."""
         return (self,)
-
-    def scratch_nbytes(self, dtype: DType, has_card: bool) -> int:
-        """Return the bytes of the converted copy for compute in `dtype`."""
-        return math.prod(self.shape) * dtype.itemsize if self.dtype not in (None, dtype) else 0
 
 
 @dataclass(frozen=True)
@@ -78,12 +73,7 @@ class Source:
         if record.stamp is None:  # its header was read on the hub
             problem = f"the plan needs tensor {record.name!r}, but only headers were fetched"
             raise CheckpointError(problem, change="download the checkpoint first")
-        try:
-            with record.path.open("rb", buffering=0) as file:
-                file.seek(record.start)
-                content = bytearray(file.read(record.stop - record.start))
-        except OSError as error:
-            raise CheckpointError(f"{record.path}: {error.strerror or error}") from error
+        content = bytearray(record.read(0, record.stop - record.start))
         if len(content) != record.stop - record.start:
             raise CheckpointError(
                 f"{record.path.name} has become shorter", change="download it again"

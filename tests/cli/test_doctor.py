@@ -92,7 +92,7 @@ def test_amx_is_recommended_where_it_is_a_gain(capsys, monkeypatch):
 
 
 def test_missing_compiler_and_slow_disk_have_a_fix(capsys, monkeypatch):
-    monkeypatch.setattr(cpu, "library", lambda isa=None: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(doctor, "measure_disk_gbps", lambda _: 0.1)
     monkeypatch.setattr(machine, "memory_free", lambda: 1)

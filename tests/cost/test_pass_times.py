@@ -146,17 +146,6 @@ def test_draft_times_broadcast_with_row_counts():
     assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
 
 
-@pytest.mark.parametrize("n_rows", [1, 40, 200])
-def test_exchanged_rows_share_the_link_with_layers(n_rows):
-    plan = plan_of(15, 6, 20)
-    exchanged = 10**8
-    assert plan.tiers.count("host") == 12 and plan.tiers.count("disk") == 0
-    moved = replace(plan.pass_bytes, exchanged=exchanged)
-    assert moved.at(0, n_rows) == {"host": 12 * GB + n_rows * exchanged}
-    expected = (12 * GB + n_rows * exchanged) / 20e9
-    assert pass_time(constant(0.1), moved, n_rows) == pytest.approx(expected)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(6, 30), st.integers(0, 28), st.floats(0.1, 20), st.floats(0, 3))
 def test_more_memory_is_never_slower(n, host, compute_s, draft_s):

@@ -72,14 +72,6 @@ def test_texts_do_not_depend_on_the_prefix_cache(opened, kind):
             stream.close()
 
 
-def test_sampled_texts_do_not_depend_on_the_prefix_cache(opened):
-    llm, _ = opened("plain")
-    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.2)
-    with llm:
-        first, again = (llm.generate(prompt_of(0), params)[0].token_ids for _ in range(2))
-    assert first == again
-
-
 def test_shared_prefix_of_a_batch_is_computed_once(opened, monkeypatch):
     """Also after a repeated pass for lack of memory, and for a sequence that joins later."""
     llm, model = opened("plain")

@@ -1,8 +1,6 @@
 """Captured passes give the logits and cache rows of ordinary passes, after any earlier pass."""
 
-import random
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +11,7 @@ from support.tiny import CASES, feed, open_llm, prefill, prompt_of, random_tree,
 
 from offload_rt import ops
 from offload_rt.executor.captured_passes import capture_passes
-from offload_rt.executor.cuda_graphs import GraphInputs, GraphShape, PassRows
+from offload_rt.executor.cuda_graphs import GraphShape
 from offload_rt.executor.step import Step
 from offload_rt.ops import extension, reference
 from offload_rt.speculate.child_sampling import MostProbable, unpacked
@@ -196,28 +194,3 @@ def test_graph_cache_keeps_the_most_recent_sizes(zoo, monkeypatch):
         for n in (1, 2, 1, 4):
             feed(runner, cache, prompt_of(0, n), random_tree(n, 0))
         assert [shape.n_rows for shape in passes_of(runner, cache)] == [1, 4]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_fixed_mask_holds_its_latest_tree(seed):
-    """Independent of earlier contents; spare rows see the keys of the first row."""
-    draw = random.Random(seed)
-    n_rows = draw.choice([1, 8, 40])
-    n_keys = draw.choice([135, 256])
-    shape = GraphShape(n_rows, n_keys, n_tree_rows=draw.choice([104, 130]))
-    inputs = GraphInputs.empty(shape, [torch.zeros(1, 16)] * 2, torch.device("cpu"))
-    for turn in range(3):
-        n = draw.randint(1, n_rows)
-        first = draw.randrange(64)
-        n_before = draw.randrange(30)
-        parents = random_tree(first + n, seed + turn).parents
-        mask = ops.make_tree_mask(parents, first, n_before)
-        angles = tuple(torch.zeros(n, 16) for _ in range(2))
-        tokens = torch.zeros(n, dtype=torch.int64)
-        inputs.fill(PassRows(tokens, torch.arange(n), angles, mask), 299)
-        for window in (None, 1, 4, 25):
-            got, want = (replace(masks, window=window).dense() for masks in (inputs.mask, mask))
-            want = torch.ones(n, mask.n_keys, dtype=torch.bool) if want is None else want
-            assert torch.equal(got[:n, : mask.n_keys], want)
-            assert not got[:, mask.n_keys :].any()
-            assert torch.equal(got[n:], got[:1].expand(n_rows - n, -1)) and got.any(1).all()

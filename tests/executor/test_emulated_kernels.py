@@ -48,7 +48,7 @@ def served(monkeypatch):
     served = Served()
     monkeypatch.setattr(extension, "serves", lambda _: True)
     monkeypatch.setattr(extension, "kernels", lambda: served)
-    monkeypatch.setattr(cpu, "library", lambda isa=None: None)
+    monkeypatch.setattr(cpu, "library", lambda: None)
     return served
 
 

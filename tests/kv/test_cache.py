@@ -10,7 +10,6 @@ from support.tiny import feed, open_llm, prefill, prompt_of, random_tree, runner
 
 from offload_rt.errors import CapacityError
 from offload_rt.kv.cache import ContiguousCache
-from offload_rt.kv.split import KVBytes
 from offload_rt.models.layers import KVShape
 from offload_rt.tree.topology import Topology
 
@@ -140,22 +139,6 @@ def test_commit_keeps_exactly_the_given_rows(tokens, pending, data):
     assert (rows_of(cache)[1] == -expected[:, None]).all()
 
 
-@given(texts, texts, st.data())
-def test_rows_behind_committed_rows_stay_pending(tokens, pending, data):
-    n = data.draw(st.integers(0, len(pending)))
-    at_once = filled(tokens, 30)
-    in_turn = filled(tokens, 30)
-    for cache in (at_once, in_turn):
-        write(cache, pending)
-    later = sorted(data.draw(st.sets(st.integers(0, 11))))
-    later = [row for row in later if n + row < len(pending)]
-    at_once.commit([*range(n), *(n + row for row in later)])
-    in_turn.commit(range(n))
-    in_turn.commit(later)
-    assert in_turn.committed == at_once.committed
-    assert are_equal(rows_of(in_turn), rows_of(at_once))
-
-
 @given(texts, texts, st.integers(0, 12))
 def test_rewind_keeps_the_common_prefix(tokens, other, n_shared):
     wanted = tokens[:n_shared] + other
@@ -166,18 +149,3 @@ def test_rewind_keeps_the_common_prefix(tokens, other, n_shared):
     assert cache.committed == wanted[:common]
     assert torch.equal(rows_of(cache)[0], before[:, :, :common])
     assert cache.rewind_to(wanted) == common, "rewinding again changes nothing"
-
-
-def test_committed_rows_can_be_read(runner):
-    cache = of(runner, prefill(runner, prompt_of(0, 20), CAPACITY))
-    keys, values = rows_of(cache)
-    for layer in range(runner.spec.n_layers):
-        for tokens in (range(20), range(3, 18), range(18, 20), range(5, 5)):
-            rows = slice(tokens.start, tokens.stop)
-            assert_close(cache.rows(layer, tokens), (keys[layer][:, rows], values[layer][:, rows]))
-
-
-def test_cache_nbytes_equals_its_allocation(runner):
-    buffer = of(runner, runner.new_cache(CAPACITY)).buffer
-    expected = KVBytes(buffer.keys.nbytes + buffer.values.nbytes)
-    assert ContiguousCache.nbytes(runner.spec, CAPACITY, runner.dtype.itemsize) == expected

@@ -14,7 +14,6 @@ from support.checkpoints import llama_config, llama_tensors, raw_bytes, write_ch
 from support.layers import on_disk, some_layers
 from support.tiny import open_llm, prompt_of, say
 
-from offload_rt import SamplingParams
 from offload_rt.cli import convert
 from offload_rt.errors import CheckpointError, LinkError
 from offload_rt.offload import mirrors as mirrors_module
@@ -127,23 +126,6 @@ def test_missing_and_different_mirrors_are_refused_by_name(mirrored):
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{path}: No such file"):
         DiskTier(layers, mirrors=mirrors)
-
-
-def test_text_with_a_mirror_that_disappears_equals_the_text_without(
-    zoo, tmp_path, monkeypatch, capfd
-):
-    folder = zoo.directory("llama", 0)
-    shutil.copytree(folder, tmp_path / "copy")
-    params = SamplingParams(max_tokens=12, temperature=0.0)
-    texts = []
-    prefer(monkeypatch, "copy")
-    for mirror in (None, str(tmp_path / "copy")):
-        with open_llm(folder, "disk", mirror=mirror, drafter="none") as llm:
-            if mirror:
-                fail(monkeypatch, tmp_path / "copy", after=5)
-            texts.append(llm.generate(prompt_of(1), params)[0].token_ids)
-    assert texts[0] == texts[1]
-    assert "copy is no longer read" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import pack, raw_bytes, write_file
+from support.checkpoints import raw_bytes, write_file
 from support.layers import NAMES, on_disk, some_layers
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from offload_rt.errors import LinkError
 from offload_rt.offload import disk, mirrors
 from offload_rt.offload import tier as tier_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.memory import MemoryTier, pin
+from offload_rt.offload.memory import pin
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import BlockRecord, host_block
@@ -188,14 +188,6 @@ def test_tensors_can_be_anywhere_in_any_file(
     tier = DiskTier(records, ReadSettings(request_nbytes, n_parallel))
     for i, layer in enumerate(layers):
         assert same(filled(tier, i, tier.n_parallel), layer)
-    tier.close()
-
-
-def test_blocks_in_memory_are_copied(tmp_path):
-    tier = MemoryTier(register=torch.cuda.is_available())
-    for i, layer in enumerate(some_layers()):
-        tier.put(i, pack(layer))
-        assert same(filled(tier, i), layer)
     tier.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import emulated
 
-from offload_rt.ops import extension
+from offload_rt.ops import cpu, extension
 
 
 @dataclass(frozen=True)
@@ -32,3 +32,12 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if extension.missing():
         pytest.skip("no card, or the kernels are not built for one")
     return Kernels("offload_rt", "cuda")
+
+
+@pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """An instruction set that this machine has."""
+    if request.param > cpu.level():
+        pytest.skip("this CPU has no such instructions")
+    monkeypatch.setattr(cpu, "level", lambda: request.param)
+    return int(request.param)

@@ -1,8 +1,10 @@
 """Kernels between the products of a layer on a CPU: right, and the same bits for any batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,18 +21,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What an output of size one may be off: weights of bfloat16 are rounded, too, where instructions
 # for them are used.
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-LEVELS = range(4)
 pytestmark = [
     pytest.mark.numeric,
+    pytest.mark.usefixtures("level"),
     pytest.mark.skipif(cpu.library() is None, reason="no C++ compiler"),
 ]
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> int:
-    if request.param > cpu.level():
-        pytest.skip("this machine lacks the instructions")
-    return int(request.param)
+@contextmanager
+def threads(n: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -61,35 +66,31 @@ class Case:
         tree = random_tree(n, seed, reach=int(generator.integers(1, 9)))
         return cls(q, k, v, tree, n_before, window, 3.0 if seed % 5 == 0 else None)
 
-    def attend(
-        self, level: int, n_threads: int = 1, rows: range | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, n_threads: int = 1, rows: range | None = None) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of some nodes, computed together."""
         rows = rows or range(len(self.q))
         mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
         k, v = (x[:, : self.n_before + rows.stop] for x in (self.k, self.v))
-        return self.of(self.q[rows.start : rows.stop], k, v, mask, level, n_threads)
+        with threads(n_threads):
+            return self.of(self.q[rows.start : rows.stop], k, v, mask)
 
     def of(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, level: int, n_threads: int = 1,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         scale = self.q.shape[2] ** -0.5
-        return attention_cpu.tree_attention(
-            q, k, v, mask, scale, self.softcap, sinks, level, n_threads
-        )
+        return attention_cpu.tree_attention(q, k, v, mask, scale, self.softcap, sinks)
 
     def path(self, node: int) -> list[int]:
         """Places of the keys of a node's path in order."""
         path = [0, *self.tree.path_to(node)]
         return [*range(self.n_before), *(self.n_before + node for node in path)]
 
-    def decoded(self, node: int, level: int, n_threads: int) -> tuple[Tensor, Tensor]:
+    def decoded(self, node: int) -> tuple[Tensor, Tensor]:
         """Compute a node as plain decoding does: one row after the keys of its path in order."""
         places = self.path(node)
         mask = make_tree_mask(np.array([-1]), 0, len(places) - 1).within(self.window)
         q = self.q[node : node + 1]
-        return self.of(q, self.k[:, places], self.v[:, places], mask, level, n_threads)
+        return self.of(q, self.k[:, places], self.v[:, places], mask)
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor]:
@@ -113,74 +114,73 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_equals_float64(level, dtype):
+def test_attention_equals_float64(dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
-        out, lse = case.attend(level, n_threads=1 + seed % 2)
+        out, lse = case.attend(1 + seed % 2)
         expected, expected_lse = exact(case)
         torch.testing.assert_close(out.double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
         torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tree_attention_equals_plain_decoding_bit_for_bit(level, dtype):
+def test_tree_attention_equals_plain_decoding_bit_for_bit(dtype):
     for seed in range(6):
         case = Case.random(seed, dtype)
-        out, lse = case.attend(level, n_threads=1 + seed % 2)
+        out, lse = case.attend(1 + seed % 2)
         for node in {0, *range(seed % 3, len(case.q), 3), len(case.q) - 1}:
-            assert_same(
-                (out[node : node + 1], lse[node : node + 1]),
-                case.decoded(node, level, 2 - seed % 2),
-            )
+            with threads(2 - seed % 2):
+                decoded = case.decoded(node)
+            assert_same((out[node : node + 1], lse[node : node + 1]), decoded)
 
 
 @pytest.mark.parametrize(("dtype", "window"), zip(DTYPES, (None, 40, 129), strict=True))
-def test_chunked_prompt_attention_equals_whole_bit_for_bit(level, dtype, window):
+def test_chunked_prompt_attention_equals_whole_bit_for_bit(dtype, window):
     n = 300
     q, k, v = 2 * torch.randn(n, 4, 32), *torch.randn(2, 2, n, 32)
     parts = (x.to(dtype) for x in (q, k, v))
     case = Case(*parts, Topology.chain(n), 0, window, None)
-    whole = case.attend(level)
+    whole = case.attend()
     for size in (1, 64, 131):
-        parts = [
-            case.attend(level, 2, range(first, min(first + size, n))) for first in range(0, n, size)
-        ]
+        parts = [case.attend(2, range(first, min(first + size, n))) for first in range(0, n, size)]
         assert_same([torch.cat(part) for part in zip(*parts, strict=True)], whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_invisible_rows_are_not_read(level, dtype, poison):
+def test_invisible_rows_are_not_read(dtype, poison):
     """Poison all keys and values except those of a node's path and window."""
     for seed in range(4):
         case = Case.random(seed, dtype)
-        expected = case.attend(level)
+        expected = case.attend()
         mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
         for node in {0, len(case.q) // 2, len(case.q) - 1}:
             hidden = torch.ones(case.k.shape[1], dtype=torch.bool)
             hidden[case.path(node)[-(case.window or 1 << 30) :]] = False
             k, v = (x.masked_fill(hidden[None, :, None], poison) for x in (case.k, case.v))
-            got = case.of(case.q, k, v, mask, level)
+            got = case.of(case.q, k, v, mask)
             assert_same([part[node] for part in got], [part[node] for part in expected])
     case = Case.random(1, dtype)
     case.k[:, 0] = math.nan  # visible to all
-    assert case.attend(level)[0].isnan().all()
+    assert case.attend()[0].isnan().all()
 
 
-def test_threads_share_many_keys_of_a_few_heads(level):
+def test_threads_share_many_keys_of_a_few_heads():
     for dtype in DTYPES:
         q, k, v = torch.randn(3, 2, 64), *torch.randn(2, 1, 3003, 64)
         mask = Topology(np.array([-1, 0, 0])).mask(0, 3, 3000)
-        given = *(x.to(dtype) for x in (q, k, v)), mask, 0.1, None, None, level
-        single, four = (attention_cpu.tree_attention(*given, n) for n in (1, 4))
-        assert_same(single, four)
+        given = *(x.to(dtype) for x in (q, k, v)), mask, 0.1
+        with threads(1):
+            single = attention_cpu.tree_attention(*given)
+        with threads(4):
+            assert_same(single, attention_cpu.tree_attention(*given))
 
 
-def test_sinks_equal_the_definition(level):
+def test_sinks_equal_the_definition():
     case = Case.random(1, torch.float32)
     mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
     for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
-        out, lse = case.of(case.q, case.k, case.v, mask, level, sinks=sinks)
+        out, lse = case.of(case.q, case.k, case.v, mask, sinks)
         expected, expected_lse = exact(case)
         share = (expected_lse - sinks).sigmoid()[..., None]
         torch.testing.assert_close(out.double(), expected * share, atol=1e-5, rtol=1e-5)
@@ -209,7 +209,7 @@ def test_parts_of_the_keys_merge_to_all(dtype, window):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 12, 64, 96])
-def test_rotary_embedding_equals_the_reference_bit_for_bit(level, dtype, dim):
+def test_rotary_embedding_equals_the_reference_bit_for_bit(dtype, dim):
     """With strided inputs, narrower values, and rows in the middle of a longer cache."""
     torch.manual_seed(dim)
     n, first = 30, 5
@@ -220,13 +220,13 @@ def test_rotary_embedding_equals_the_reference_bit_for_bit(level, dtype, dim):
     caches = [[torch.ones(2, n + 9, x.shape[2], dtype=dtype) for x in (k, v)] for _ in range(2)]
     rows = slice(first, first + n)
     expected = reference.rotate_and_store(q, k, v, rotary, *caches[0], rows)
-    rotated = layer_cpu.rotate_and_store(q, k, v, rotary, *caches[1], first, level, 2)
+    rotated = layer_cpu.rotate_and_store(q, k, v, rotary, *caches[1], first)
     assert_same([rotated, *caches[1]], [expected, *caches[0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [1, 5, 40, 64, 301])
-def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
+def test_norms_and_gates_do_not_depend_on_the_batch(dtype, dim):
     """In rows of a wider tensor, too, and close to the plain reference."""
     n = 300
     wide = (3 * torch.randn(n, 2 * dim)).to(dtype)
@@ -235,38 +235,38 @@ def test_norms_and_gates_do_not_depend_on_the_batch(level, dtype, dim):
     weight = torch.randn(dim).to(dtype)
     added = x + delta
 
-    def norm(x: Tensor, delta: Tensor | None, threads: int) -> Tensor:
-        return layer_cpu.rms_norm(x, weight, 1e-5, delta, level, threads)
-
     heads = wide.view(n, 2, dim)
+    norm = partial(layer_cpu.rms_norm, weight=weight, eps=1e-5)
     for way, expected in (
-        (lambda at, n: norm(x[at], None, n), reference.rms_norm(x, weight, 1e-5)),
-        (lambda at, n: norm(heads[at], None, n), reference.rms_norm(heads, weight, 1e-5)),
-        (lambda at, n: norm(x[at].clone(), delta[at], n), reference.rms_norm(added, weight, 1e-5)),
-        (lambda at, n: layer_cpu.silu_mul(x[at], up[at], level, n), reference.silu_mul(x, up)),
+        (lambda at: norm(x[at]), reference.rms_norm(x, weight, 1e-5)),
+        (lambda at: norm(heads[at]), reference.rms_norm(heads, weight, 1e-5)),
+        (lambda at: norm(x[at].clone(), delta=delta[at]), reference.rms_norm(added, weight, 1e-5)),
+        (lambda at: layer_cpu.silu_mul(x[at], up[at]), reference.silu_mul(x, up)),
     ):
-        whole = way(slice(None), 2)
+        with threads(2):
+            whole = way(slice(None))
         for size in (1, 7, 64):
-            parts = [way(slice(first, first + size), 1) for first in range(0, n, size)]
+            with threads(1):
+                parts = [way(slice(first, first + size)) for first in range(0, n, size)]
             assert_same([torch.cat(parts)], [whole])
         rounding = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(whole, expected, atol=rounding, rtol=rounding)
     changed = x.clone()
-    norm(changed, delta, 2)
+    norm(changed, delta=delta)
     assert torch.equal(changed, added)
 
 
-def test_gates_of_extreme_numbers(level):
+def test_gates_of_extreme_numbers():
     numbers = [-math.inf, -1e4, -100.0, -88.5, -1e-30, 0.0, 88.5, 1e4, math.inf, math.nan]
     gate = torch.tensor([numbers])
-    got = layer_cpu.silu_mul(gate, torch.ones_like(gate), level)
+    got = layer_cpu.silu_mul(gate, torch.ones_like(gate))
     expected = gate * gate.double().sigmoid().float()
     torch.testing.assert_close(got, expected, atol=1e-30, rtol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (7, 7), (33, 4), (1000, 32), (5000, 8)])
-def test_most_probable_tokens_equal_those_of_torch(level, dtype, width, k):
+def test_most_probable_tokens_equal_those_of_torch(dtype, width, k):
     """Of equal logits the first comes first; rows are parts of a wider tensor."""
     logits = 4 * torch.randn(5, width + 3, generator=torch.Generator().manual_seed(width))
     logits = logits.to(dtype)[:, :width]
@@ -274,7 +274,7 @@ def test_most_probable_tokens_equal_those_of_torch(level, dtype, width, k):
     logits[2, width // 2 + 1 :] = -math.inf
     wide = logits.float()
     for temperature in (None, 1.0, 0.3, 1e-40):
-        values, found = top_cpu.top(logits, k, temperature, level)
+        values, found = top_cpu.top(logits, k, temperature)
         expected = reference.top(logits, k, temperature)[0]
         torch.testing.assert_close(values, expected, rtol=2e-5, atol=1e-37)
         torch.testing.assert_close(wide.gather(1, found), wide.topk(k).values)
@@ -282,19 +282,19 @@ def test_most_probable_tokens_equal_those_of_torch(level, dtype, width, k):
         assert found[1, 0] == wide[1].numpy().argmax()
 
 
-def test_most_probable_tokens_have_no_denormal_probability(level):
+def test_most_probable_tokens_have_no_denormal_probability():
     """e^-86.9 is a normal number; a third of it is not."""
     logits = torch.tensor([[0.0, -86.9, 0.0, -80.0, 0.0]])
-    probs, tokens = top_cpu.top(logits, 5, 1.0, level)
+    probs, tokens = top_cpu.top(logits, 5, 1.0)
     assert tokens.tolist() == [[0, 2, 4, 3, 1]]
     assert probs[0, 3] > 0 == probs[0, 4]
 
 
 @pytest.mark.parametrize("place", [0, 200, 4999])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_most_probable_token_reveals_nan_and_infinity(level, place, number):
+def test_most_probable_token_reveals_nan_and_infinity(place, number):
     logits = torch.randn(2, 5000)
     logits[1, place] = number
     for k in (1, 8):
-        values, _ = top_cpu.top(logits, k, level=level)
+        values, _ = top_cpu.top(logits, k)
         assert values[:, 0].isfinite().tolist() == [True, False]

@@ -29,15 +29,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=range(4), ids=("portable", "avx2", "avx512", "avx512bf16"))
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """An instruction set that this machine has."""
-    if request.param > cpu.level():
-        pytest.skip("this CPU has no such instructions")
-    monkeypatch.setattr(cpu, "level", lambda: request.param)
-    return request.param
-
-
 def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     """A random coded matrix with scales of about 1, and its values by the reference."""
     codes, scales, zeros, groups, packing, shape = case(kind, seed)

@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[neon.NeonLibra
 @pytest.fixture(autouse=True)
 def level(library: neon.NeonLibrary, monkeypatch: pytest.MonkeyPatch) -> int:
     """Select the library for aarch64, which has a single level."""
-    monkeypatch.setattr(cpu, "library", lambda isa=None: library)
+    monkeypatch.setattr(cpu, "library", lambda: library)
     return 0
 
 

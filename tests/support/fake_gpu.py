@@ -459,7 +459,7 @@ def record_graph(compute: Callable[[], None]) -> Callable[[], None]:
     bypass torch's dispatcher, so torch computes instead of them.
     """
     recording = _Recording()
-    with recording, patch.object(cpu, "library", lambda isa=None: None):
+    with recording, patch.object(cpu, "library", lambda: None):
         compute()
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import random_tree
 
-from offload_rt.tree.topology import DraftTree, GrowingTree, SampledNodes, Topology
+from offload_rt.tree.topology import GrowingTree, Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -53,16 +53,6 @@ def test_depths_and_children(topology):
     )
 
 
-@given(trees | chains, st.integers(0, 9))
-def test_tree_below_a_chain(topology, n):
-    longer = topology.after_chain(n)
-    assert len(longer) == n + len(topology)
-    assert longer.parents[:n].tolist() == list(range(-1, n - 1))
-    for node in range(len(topology)):
-        above = {ancestor + n for ancestor in ancestors(topology, node)}
-        assert ancestors(longer, n + node) == set(range(n)) | above
-
-
 def test_long_prompt_above_a_tree_needs_no_square_mask():
     n = 1_000_000  # squared: a terabyte
     seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
@@ -99,27 +89,3 @@ def test_growing_tree_sees_like_the_whole_tree(topology, data):
         assert seen[:, :3].all() and torch.equal(seen[:, 3:], visible(tree, start, stop))
         assert growing.depths.tolist() == tree.depths[:stop].tolist()
         start = stop
-
-
-@given(trees)
-def test_path_tokens_exclude_the_root(topology):
-    tokens = torch.arange(len(topology)) + 100
-    tree = DraftTree(topology, tokens)
-    for node in range(len(topology)):
-        assert tree.path_to(node) == sorted(
-            ancestor + 100 for ancestor in ancestors(topology, node) if ancestor
-        )
-
-
-@given(trees, st.data())
-def test_candidates_are_the_first_nodes(topology, data):
-    n = len(topology)
-    n_unverified = data.draw(st.integers(0, len(topology) - 1))
-    sampled = SampledNodes(np.arange(n) > 0, torch.rand(n, 3), np.arange(n))
-    tree = DraftTree(topology, torch.arange(n), sampled, 2.0, n_unverified)
-    cut = tree.candidates()
-    assert len(cut.topology) == n - n_unverified and cut.n_unverified == 0
-    for node in range(n - n_unverified):
-        assert cut.path_to(node) == tree.path_to(node)
-    assert cut.sampled.is_sampled.shape == cut.sampled.row_of.shape == cut.tokens.shape
-    assert cut.expected == tree.expected

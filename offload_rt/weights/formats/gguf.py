@@ -10,12 +10,12 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.models.layers import LayerWeights
 from offload_rt.packing import BLOCKS
-from offload_rt.weights import view
 from offload_rt.weights.formats import Matrix, Source, StoredTensor
 from offload_rt.weights.gguf import ROPE_FREQS, Storage
 from offload_rt.weights.layout import Layout
 from offload_rt.weights.quantized import QuantizedFormat
 from offload_rt.weights.source import OTHER_CONFIG
+from offload_rt.weights.view import View
 
 if TYPE_CHECKING:
     import torch
@@ -80,24 +80,16 @@ class Format(QuantizedFormat):
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
         if self._head_dim is None:
             return super().view(layout, block, dtype)
-        return _RotatedView(layout, block, dtype, self.arithmetic, self._head_dim)
+        view = _RotatedView(layout, block, dtype, self.arithmetic)
+        view.head_dim = self._head_dim
+        return view
 
 
-class _RotatedView(view.View):
+class _RotatedView(View):
     """View that moves pairs of llama.cpp's rotation half a head apart."""
 
     has_pairs = True
-
-    def __init__(
-        self,
-        layout: Layout,
-        block: Tensor,
-        dtype: torch.dtype,
-        arithmetic: view.Arithmetic,
-        head_dim: int,
-    ) -> None:
-        super().__init__(layout, block, dtype, arithmetic)
-        self._head_dim = head_dim
+    head_dim: int
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         values = super().tensor(name, dtype)
@@ -105,8 +97,8 @@ class _RotatedView(view.View):
 
     def rows(self, ids: Tensor, name: str) -> Tensor:
         if name in _ROTATED:
-            half = self._head_dim // 2
-            within = ids % self._head_dim
+            half = self.head_dim // 2
+            within = ids % self.head_dim
             ids = ids - within + within % half * 2 + within // half
         return super().rows(ids, name)
 
@@ -119,4 +111,4 @@ class _RotatedView(view.View):
     def _reordered(self, y: Tensor, name: str) -> Tensor:
         if name not in _ROTATED:
             return y
-        return y.reshape(len(y), -1, self._head_dim // 2, 2).transpose(2, 3).reshape(y.shape)
+        return y.reshape(len(y), -1, self.head_dim // 2, 2).transpose(2, 3).reshape(y.shape)
