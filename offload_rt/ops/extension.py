@@ -1,6 +1,5 @@
-"""CUDA kernels of csrc/: loading, availability, torch registration."""
+"""CUDA kernels of csrc/: loading and availability."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import build
-from offload_rt.packing import ORDERS
 
 
 class NotCapturable(RuntimeError):
@@ -30,7 +28,6 @@ def missing() -> str:
         )
     except (build.NotBuilt, OSError) as error:
         return str(error)
-    describe("offload_rt")
     return _launch_failure() if _is_supported(torch.cuda.current_device()) else ""
 
 
@@ -89,30 +86,3 @@ def serves(x: Tensor) -> bool:
 def kernels() -> Any:
     """Return the namespace of the operations."""
     return torch.ops.offload_rt
-
-
-def _few_rows_output(
-    x: Tensor, rows: Tensor | None, ends: Tensor | None, codes: Tensor, *rest: Any
-) -> Tensor:
-    kind = rest[3]  # behind scales, zero points and bias
-    n = len(x if rows is None else rows)
-    return x.new_empty(n, codes.shape[2 if ORDERS[kind : kind + 1] == ("columns",) else 1])
-
-
-def describe(library: str) -> None:
-    """Register fake implementations of the operations."""
-    like_first = "rms_norm", "add_rms_norm", "rotate_and_store", "silu_mul"
-    nothing = "transfer", "commit_rows", "dequantize", "dequantize_blocks", "lossless_decode"
-    fakes: dict[str, Callable[..., object]] = {
-        **dict.fromkeys(like_first, lambda x, *_: x.new_empty(x.shape)),
-        **dict.fromkeys(nothing, lambda *_: None),
-        "tree_attention": lambda q, *_: (
-            q.new_empty(q.shape),
-            q.new_empty(q.shape[:2], dtype=torch.float32),
-        ),
-        "merge_attention": lambda out, lse, *_: (torch.empty_like(out), torch.empty_like(lse)),
-        "verify": lambda starts, *_: starts.new_empty((2,)),
-        "few_rows": _few_rows_output,
-    }
-    for name, fake in fakes.items():
-        torch.library.register_fake(f"{library}::{name}", fake)

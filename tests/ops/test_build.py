@@ -202,7 +202,6 @@ def test_kernels_are_built_for_the_present_devices(card, folders, monkeypatch, r
     (folders / "bin" / "compiler").rename(folders / "bin" / "nvcc")
     asked: list[Recipe] = []
     monkeypatch.setattr(build, "load", lambda opener, *recipes: asked.extend(recipes))
-    monkeypatch.setattr(extension, "describe", lambda library: None)
     monkeypatch.setattr(extension, "_launch_failure", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert extension.missing() == ""
@@ -254,7 +253,6 @@ def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
         monkeypatch.setattr(extension, "missing", missing)
         monkeypatch.setattr(extension, "kernels", lambda: SimpleNamespace(silu_mul=failed))
         monkeypatch.setattr(build, "load", lambda *_: None)
-        monkeypatch.setattr(extension, "describe", lambda library: None)
         assert "CUDA driver version is insufficient; update the driver" in extension.missing()
 
 

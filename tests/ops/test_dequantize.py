@@ -47,7 +47,7 @@ def test_kernel_equals_the_reference_bit_for_bit(kernels, kind):
             reference_dequantize(*args, packing, expected)
             assert_equal(given[-1].cpu(), expected)
     if kind == "columns":
-        kernels.opcheck("dequantize", arguments(kind, 3, torch.bfloat16, kernels.device))
+        kernels.check_schema("dequantize", arguments(kind, 3, torch.bfloat16, kernels.device))
 
 
 @pytest.mark.parametrize("kind", ZERO_ORDERS)
@@ -117,7 +117,7 @@ def test_block_kernel_equals_the_reference_bit_for_bit(kernels, name):
             kernels.dequantize_blocks(*args)
             reference_dequantize_blocks(blocks, name, expected)
             assert_equal(mine.cpu(), expected)
-    kernels.opcheck("dequantize_blocks", args)
+    kernels.check_schema("dequantize_blocks", args)
 
 
 def test_types_without_kernel_equal_transformers():

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload_rt.ops import extension
-
 ROOT = Path(__file__).resolve().parents[2]
 EMULATION = ROOT / "tests" / "support" / "cuda_on_cpu"
 BUILD = ROOT / "build" / "cuda_on_cpu"
@@ -63,5 +61,4 @@ def built(sources: Sequence[Path], command: Callable[[Path], list[str]]) -> Path
 def load() -> str:
     """Build if the sources are new, load, and return the name of the library in torch.ops."""
     torch.ops.load_library(str(built(_sources(), _command)))
-    extension.describe(LIBRARY)
     return LIBRARY
