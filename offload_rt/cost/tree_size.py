@@ -10,8 +10,6 @@ import numpy as np
 # observation multiplies the weight of earlier observations by `_MEMORY`.
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.998
-# Upper bound of saved counts: more than all remembered observations of trees of a thousand nodes.
-_MAX_COUNT = 1e9
 # Weight of the predicted tokens of trees, in tokens, and memory of the observed ratio. Texts differ
 # by up to a factor of two, so the newest passes predict the next pass better than the mean
 # (`bench/speculate/predictions.py`).
@@ -134,12 +132,9 @@ class _Ratios:
 
     @classmethod
     def restore(cls, hits: list[float], tries: list[float]) -> Self:
-        """Restore saved `counts`. Raises ValueError for invalid counts."""
+        """Restore saved `counts`."""
         ratios = cls()
-        counts = np.array((hits, tries), dtype=np.float64)
-        if counts.shape != (2, cls.N) or not ((counts >= 0) & (counts < _MAX_COUNT)).all():
-            raise ValueError("not the counts of this version")
-        ratios.hits, ratios.tries = counts
+        ratios.hits, ratios.tries = np.array((hits, tries))
         return ratios
 
     def counts(self) -> tuple[list[float], list[float]]:

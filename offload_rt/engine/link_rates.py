@@ -22,9 +22,6 @@ from offload_rt.weights.lossless import SidecarLayer
 
 _CACHE = "link.json"
 _VERSION = 1
-# GB/s; a cache with another number is damaged.
-_SLOWEST = 1e-3
-_FASTEST = 1e5
 # Encoded bytes of a decoder measurement: more than caches hold, about 20 ms.
 _SAMPLE_NBYTES = 64 << 20
 # Chunk sizes of copies to a GPU, bytes of a measured copy, and its repetitions after a first.
@@ -59,12 +56,11 @@ def measured_rates(
 
 
 def _remembered(key: str, measure: Callable[[], float]) -> float:
-    known = read_cached(_CACHE, _VERSION)
-    rate = known.get(key)
-    if not isinstance(rate, float) or not _SLOWEST < rate < _FASTEST:
-        rate = measure()
-        write_cached(_CACHE, _VERSION, {**known, key: rate})
-    return rate
+    known: dict[str, float] = read_cached(_CACHE, _VERSION)
+    if key not in known:
+        known[key] = measure()
+        write_cached(_CACHE, _VERSION, known)
+    return known[key]
 
 
 def copy_chunk(device: torch.device) -> int:

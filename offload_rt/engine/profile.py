@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from copy import copy
 from itertools import cycle, islice, pairwise, takewhile
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +43,6 @@ _REPEATS = 2
 _EXPERTS = "experts.json"
 # Maximum seconds of adjacent layers in a measurement: the call of a slower layer does not count.
 _RUN_S = 0.05
-# Valid seconds of a pass. Cached values outside are damage and would overflow later arithmetic.
-_SHORTEST_S = 1e-9
-_LONGEST_S = 1e6
 # Cached times are measured again if they differ from the current time by this factor.
 _STALE = 1.3
 # A setting replaces the first only if faster by this factor: less is noise on a shared disk.
@@ -57,12 +53,11 @@ def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     """Return the fastest read settings for these blocks, measured once per disk and cached."""
     disk = str(layers[0].tensors[0].path.stat().st_dev)
     known = read_cached(_CACHE, _VERSION)
-    for settings in _CANDIDATES:  # ignore cached settings of other versions
-        if known.get(disk) == [settings.request_nbytes, settings.n_parallel]:
-            return settings
-    best = _measure_settings(layers[:2])
-    write_cached(_CACHE, _VERSION, {**known, disk: [best.request_nbytes, best.n_parallel]})
-    return best
+    if disk not in known:
+        best = _measure_settings(layers[:2])
+        known[disk] = best.request_nbytes, best.n_parallel
+        write_cached(_CACHE, _VERSION, known)
+    return ReadSettings(*known[disk])
 
 
 def processor() -> tuple[object, ...]:
@@ -143,8 +138,9 @@ def pass_profile(
     model = (runner.spec, *stored, runner.dtype, str(runner.device), rows, is_streamed)
     key = hashlib.sha256(repr((*processor(), torch.__version__, *model)).encode()).hexdigest()[:24]
     known = read_cached(_PASSES, _PASSES_VERSION)
-    compute = _restore(known.get(key), *_grid(*rows))
-    if compute is None or not runner.do(_still_holds, compute):
+    seconds = tuple(map(tuple, known.get(key, ())))
+    compute = ComputeTimes(*_grid(*rows), seconds)
+    if not seconds or not runner.do(_still_holds, compute):
         compute = runner.do(compute_times, *rows)
         write_cached(_PASSES, _PASSES_VERSION, {**known, key: compute.seconds})
     streamed = {tier for tier, nbytes in moved.streamed if nbytes}
@@ -168,10 +164,8 @@ def pass_profile(
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     """Read the cached statistics of a checkpoint with `n_slots` slots; `closes` saves them."""
     key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
-    try:
-        bias = ExpertsBias.restore(*read_cached(_EXPERTS, 1)[key])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        bias = ExpertsBias()
+    counts = read_cached(_EXPERTS, 1).get(key)
+    bias = ExpertsBias.restore(*counts) if counts else ExpertsBias()
     closes.callback(
         lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()})
     )
@@ -199,18 +193,6 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
         begun = arrived[n_prefetched - 1] if n_prefetched else started
         seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_prefetched)
     return nbytes / runner.sum_over_stages(seconds) / 1e9
-
-
-def _restore(entry: Any, widths: tuple[int, ...], contexts: tuple[int, ...]) -> ComputeTimes | None:
-    """Read the times of a cache entry; None if missing or invalid for these widths and contexts."""
-    try:
-        seconds = np.array(entry, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    is_valid = ((seconds > _SHORTEST_S) & (seconds < _LONGEST_S)).all()
-    if seconds.shape != (len(contexts), len(widths)) or not is_valid:
-        return None
-    return ComputeTimes(widths, contexts, tuple(map(tuple, seconds.tolist())))
 
 
 def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 from offload_rt.config import EngineConfig
 from offload_rt.cost.roofline import layer_weights
 from offload_rt.dtypes import DTYPES, DType
-from offload_rt.engine.model_sizes import Sizes, largest
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, SettingsError, UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.head_configs import parse_head
@@ -134,7 +134,7 @@ def _mxfp4(sizes: Sizes) -> Sizes:
     )
     return replace(
         sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host,
-        matrix=largest(experts),
+        matrix=max(experts, key=lambda expert: math.prod(expert.shape)),
     )  # fmt: skip
 
 

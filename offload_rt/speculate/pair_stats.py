@@ -41,17 +41,14 @@ class PairStats:
         """Load the saved estimates of two checkpoints, given by their identities."""
         pair = hashlib.sha256(repr((target, draft)).encode()).hexdigest()[:24]
         entry = read_cached(_FILE, _VERSION).get(pair, {})
-        try:
-            kinds = {
-                key: Estimates(
-                    Acceptance.restore(*acceptance),
-                    Calibration.restore(*calibration),
-                    ExpectedTokensBias.restore(*bias),
-                )
-                for key, (acceptance, calibration, bias) in entry.items()
-            }
-        except (TypeError, ValueError, AttributeError, OverflowError):
-            kinds = {}
+        kinds = {
+            key: Estimates(
+                Acceptance.restore(*acceptance),
+                Calibration.restore(*calibration),
+                ExpectedTokensBias.restore(*bias),
+            )
+            for key, (acceptance, calibration, bias) in entry.items()
+        }
         return cls(kinds, pair, first)
 
     def at(self, kind: str, temperature: float) -> Estimates:

@@ -1,5 +1,6 @@
 """Atomic writes, and cache files that are rebuilt when damaged."""
 
+import hashlib
 import json
 import os
 import secrets
@@ -36,17 +37,22 @@ def read_cached(name: str, version: int) -> dict[str, Any]:
     """Return the entries of a cache file; empty if missing, damaged or of a different version."""
     try:
         content = json.loads((cache_directory() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # RuntimeError also for deeply nested JSON
+        entries: dict[str, Any] = content["entries"]
+        is_sound = content["version"] == version and content["digest"] == _digest(entries)
+    # RuntimeError also for deeply nested JSON
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError):
         return {}
-    if not isinstance(content, dict) or content.get("version") != version:
-        return {}
-    entries = content.get("entries")
-    return entries if isinstance(entries, dict) else {}
+    return entries if is_sound else {}
 
 
 def write_cached(name: str, version: int, entries: dict[str, Any]) -> None:
     """Write a cache file of JSON; see `write_cache_file`."""
-    write_cache_file(name, json.dumps({"version": version, "entries": entries}))
+    content = {"version": version, "digest": _digest(entries), "entries": entries}
+    write_cache_file(name, json.dumps(content))
+
+
+def _digest(entries: object) -> str:
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]
 
 
 def write_cache_file(name: str, content: str | bytes) -> None:

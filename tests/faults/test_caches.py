@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import runpy
 import sys
 import warnings
@@ -21,18 +20,12 @@ from offload_rt.errors import CacheError
 from offload_rt.ops import lossless_kernels
 from offload_rt.system import files, numba_cache
 
+SOUND = {"version": 1, "entries": {"x": 1.5}}
 DAMAGE = (
-    b"", b'{"version": 1, "entr', bytes(range(256)), b"[" * 200_000, b"[]",
-    b'{"version": 1, "entries": {"x": ' + b"9" * 5000 + b"}}",
-    b'{"version": 99, "entries": {}}', b'{"version": 1, "entries": [1]}',
+    b"", b'{"version": 1, "entr', bytes(range(256)), b"[" * 200_000, b"[]", b'"x"',
+    b'{"version": 1, "entries": {"x": ' + b"9" * 5000 + b"}}", json.dumps(SOUND).encode(),
 )  # fmt: skip
 NAMES = ("disk.json", "passes.json", "pairs.json")
-# What may stand in the place of an entry, or anywhere in it.
-ODD = (
-    None, True, 0, -1, 1, 10**300, 1e308, 5e-324, float("nan"), float("inf"), "", "x",
-    [], [1], [1, 10**9], [float("inf"), 1], [1 << 20, 10**12], [[[]]],
-    {}, {"seconds": 7}, {"acceptance": {"0": [[1], [2]]}},
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -111,40 +104,23 @@ def test_missing_home_means_no_cache(monkeypatch):
 
 
 def test_damaged_cache_file_reads_as_empty(cache):
+    """Also a file with other entries or of another version."""
     cache.mkdir()
     for damage in DAMAGE:
         (cache / "x.json").write_bytes(damage)
         assert files.read_cached("x.json", 1) == {}, damage[:50]
+    files.write_cached("x.json", 1, SOUND["entries"])
+    assert files.read_cached("x.json", 1) == SOUND["entries"]
+    assert files.read_cached("x.json", 2) == {}
+    content = (cache / "x.json").read_text()
+    (cache / "x.json").write_text(content.replace("1.5", "1.6"))
+    assert files.read_cached("x.json", 1) == {}
 
 
-def _spoilt(value: Any, chance: random.Random) -> Any:
-    """Insert an odd value somewhere into a JSON value."""
-    if chance.random() < 0.3 or not isinstance(value, dict | list) or not value:
-        return chance.choice(ODD)
-    if isinstance(value, dict):
-        key = chance.choice(sorted(value))
-        return {**value, key: _spoilt(value[key], chance)}
-    i = chance.randrange(len(value))
-    return [*value[:i], _spoilt(value[i], chance), *value[i + 1 :]]
-
-
-def test_invalid_entries_are_measured_again(drafted, line, whole, cache):
-    sound = {name: json.loads((cache / name).read_text()) for name in NAMES}
-    for seed in range(10):
-        chance = random.Random(seed)
-        for name, content in sound.items():
-            entries = {key: _spoilt(entry, chance) for key, entry in content["entries"].items()}
-            (cache / name).write_text(json.dumps({**content, "entries": entries}))
-        assert line(*drafted) == whole, seed
-
-
-def test_caches_of_an_earlier_version_change_no_text(drafted, line, whole, cache):
-    """Caches of commit 6f9fba7, under the keys of this run, and its kernels."""
-    earlier = json.loads(Path(__file__).with_name("caches_6f9fba7.json").read_text())
-    for name, content in earlier.items():
-        keys = json.loads((cache / name).read_text())["entries"]
-        entries = dict.fromkeys(keys, content["entry"])
-        (cache / name).write_text(json.dumps({"version": content["version"], "entries": entries}))
+def test_damaged_caches_are_measured_again(drafted, line, whole, cache):
+    for name in NAMES:
+        content = (cache / name).read_text()
+        (cache / name).write_text(content.replace("1", "2"))
     (cache / "kernels").mkdir()
     (cache / "kernels" / "_cpu3-e04864cd1d672ed8.so").write_bytes(b"")
     assert line(*drafted) == whole

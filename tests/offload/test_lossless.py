@@ -502,17 +502,14 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
     monkeypatch.setattr(profile, "link_gbps", lambda *_: measured.append("link") or 3.0)
     expected = LinkRates(3.0, layers[0].encoded.layout.nbytes / 2e-6 / 1e9)
     path = tmp_path / "offload_rt" / "link.json"
-    for damage in (None, 0.0, "fast", "null", 1e9, float("nan")):
-        if damage is not None:
-            content = json.loads(path.read_text())
-            damaged = None if damage == "null" else damage
-            content["entries"] = dict.fromkeys(content["entries"], damaged)
-            path.write_text(json.dumps(content))
+    for is_damaged in (False, True):
+        if is_damaged:
+            path.write_text(path.read_text().replace("3.0", "4.0"))
         measured.clear()
         for _ in range(2):
             rates = link_rates.measured_rates(checkpoint, layers, torch.device("cpu"))
             assert rates == expected and sorted(measured) == ["decoder", "link"]
-        if damage is None:
+        if not is_damaged:
             assert len(decoded) == len(layers[0].encoded.chunks) and all(decoded)
 
 
