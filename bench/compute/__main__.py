@@ -120,9 +120,8 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     tree = random_tree(n_rows)
     mask = tree.mask(0, n_rows, n_keys - n_rows)
     visible = mask.dense()
-    ways = {"torch": partial(reference.torch_attention, q, k, v, visible, scale)}
+    ways = {"torch": partial(reference.tree_attention, q, k, v, visible, scale)}
     if visible is not None:
-        ways["torch, grouped"] = partial(reference.grouped_attention, q, k, v, visible, scale)
         ways["products"] = partial(by_products, q, k, v, visible, scale)
     return interleaved_ms(ways | {"as used": partial(ops.tree_attention, q, k, v, mask, scale)})
 

@@ -133,7 +133,7 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     if dense is not None:
         works["sdpa, dense mask"] = lambda: sdpa(dense)
         # torch's fast kernels take a mask, or groups, not both.
-        works["sdpa, dense mask, groups as rows"] = lambda: reference.grouped_attention(
+        works["sdpa, dense mask, groups as rows"] = lambda: reference.tree_attention(
             q, k, v, dense, scale
         )
         if shapes.has_flex:

@@ -64,47 +64,18 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scal
     """Compute attention with a dense mask; heads of a group share a KV head.
 
     q        (n, heads, head_dim)
-    k, v     (kv_heads, n_keys, head_dim), heads a multiple of kv_heads
+    k, v     (kv_heads, n_keys, head_dim), heads a multiple of kv_heads; v may be narrower
     visible  (n, n_keys) bool; None: all visible
-    Returns (n, heads, head_dim).
+    Returns (n, heads, head_dim of v).
+
+    The heads of a group are rows of a single head: torch's fast CUDA kernels accept a mask or
+    groups, not both, and its CPU kernels copy keys for each head.
     """
-    if q.is_cuda and visible is not None and q.shape[1] != k.shape[0]:
-        return grouped_attention(q, k, v, visible, scale)
-    # torch would copy keys for each head
-    if q.device.type == "cpu" and visible is None and q.shape[1] != k.shape[0]:
-        return partial_attention(q, k, v, None, scale)[0]
-    return torch_attention(q, k, v, visible, scale)
-
-
-def torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
-) -> Tensor:
-    """Compute `tree_attention` by torch's kernels."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[None],
-        v[None],
-        attn_mask=visible,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[0],
-    )
-    return out[0].transpose(0, 1)
-
-
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Compute `tree_attention` with the heads of a group as rows of a single head.
-
-    torch's fast CUDA kernels accept a mask or groups, not both.
-    """
-    n = q.shape[0]
-    n_groups = k.shape[0]
-    head_dim = q.shape[2]
-    rows = q.view(n, n_groups, -1, head_dim).permute(1, 2, 0, 3).reshape(n_groups, -1, head_dim)
-    mask = visible.repeat(rows.shape[1] // n, 1)
-    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)[
-        0
-    ]
-    return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
+    n, heads, head_dim = q.shape
+    rows = q.reshape(n, len(k), -1, head_dim).permute(1, 2, 0, 3).reshape(len(k), -1, head_dim)
+    mask = None if visible is None else visible.repeat(heads // len(k), 1)
+    out = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, scale=scale)
+    return out.view(len(k), -1, n, v.shape[2]).permute(2, 0, 1, 3).reshape(n, heads, -1)
 
 
 def partial_attention(
@@ -123,17 +94,12 @@ def partial_attention(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     n, heads, head_dim = q.shape
-    is_flash = (
-        q.device.type == "cpu" and softcap is None and head_dim == v.shape[-1] and k.shape[1] > 0
-    )
-    max_rows = max(MAX_SCORES // max(k.shape[1] * (1 if is_flash else heads), 1), 1)
+    max_rows = max(MAX_SCORES // max(k.shape[1] * heads, 1), 1)
     if n > max_rows:
         masks = repeat(None) if visible is None else torch.split(visible, max_rows)
         pairs = zip(torch.split(q, max_rows), masks, strict=False)
         parts = [partial_attention(rows, k, v, mask, scale, softcap) for rows, mask in pairs]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-    if is_flash:
-        return _flash_attention(q, k, v, visible, scale)
     rows = q.view(n, len(k), -1, head_dim).permute(1, 2, 0, 3).reshape(len(k), -1, head_dim)
     scores = (rows.to(wide) * scale) @ k.transpose(1, 2).to(wide)
     if softcap is not None:
@@ -147,36 +113,6 @@ def partial_attention(
         for x in (out, lse)
     )
     return out.to(q.dtype), lse[..., 0]
-
-
-def _flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute `partial_attention` by torch's CPU kernel, 5 to 10 times faster than products."""
-    n = q.shape[0]
-    n_groups = k.shape[0]
-    head_dim = q.shape[2]
-    rows = q.view(n, n_groups, -1, head_dim).permute(2, 1, 0, 3)
-    mask = None
-    if visible is not None:
-        mask = q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    # Heads of a group become rows and share the reads of keys; a mask would need a copy per head.
-    else:
-        rows = rows.transpose(0, 1).reshape(1, n_groups, -1, head_dim)
-    pair = (x.expand(len(rows), *x.shape) for x in (k, v))
-    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, *pair, attn_mask=mask, scale=scale
-    )
-    out = result[0]
-    lse = result[1][..., None]
-    if visible is None:
-        out, lse = (x.view(n_groups, -1, n, x.shape[-1]).transpose(0, 1) for x in (out, lse))
-    out, lse = (x.permute(2, 1, 0, 3).reshape(n, q.shape[1], -1) for x in (out, lse))
-    if visible is not None:
-        is_blind = ~visible.any(1)[:, None, None]
-        out = out.masked_fill(is_blind, 0.0)
-        lse = lse.masked_fill(is_blind, -torch.inf)
-    return out, lse[..., 0]
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

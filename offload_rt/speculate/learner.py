@@ -130,7 +130,7 @@ class TextContext:
         q, k = (reference.rotate(states, *rotary) for states in (asked.q, k))
         visible = (back >= 0) & (back < (asked.window or len(q)))
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        return reference.torch_attention(q, keys, values, visible, asked.scale)
+        return reference.tree_attention(q, keys, values, visible, asked.scale)
 
 
 class Learner:

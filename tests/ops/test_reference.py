@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from offload_rt import ops
 from offload_rt.ops import reference
@@ -39,7 +40,7 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, heads, groups):
     visible[0, :10] = visible[1, 10:] = visible[2] = False
     seen = visible.any(1)
     exact = [x.double() for x in (q, k, v)]
-    expected = reference.torch_attention(*exact, visible, 0.125)
+    expected = reference.tree_attention(*exact, visible, 0.125)
     keys = exact[1].repeat_interleave(heads // groups, 0)
     scores = torch.einsum("nhd,hkd->nhk", exact[0], keys) * 0.125
     sums = scores.masked_fill(~visible[:, None], -torch.inf).logsumexp(-1)
@@ -62,7 +63,7 @@ def test_grouped_heads_equal_rows_of_a_head(groups):
     k, v = (torch.randn(groups, 23, 64, generator=generator) for _ in range(2))
     visible = torch.rand(5, 23, generator=generator) < 0.5
     visible[:, 0] = True
-    torch.testing.assert_close(
-        reference.grouped_attention(q, k, v, visible, 0.125),
-        reference.torch_attention(q, k, v, visible, 0.125),
-    )
+    tensors = q.transpose(0, 1)[None], k[None], v[None], visible
+    expected = F.scaled_dot_product_attention(*tensors, scale=0.125, enable_gqa=True)
+    got = reference.tree_attention(q, k, v, visible, 0.125)
+    torch.testing.assert_close(got, expected[0].transpose(0, 1))
