@@ -30,7 +30,8 @@ from bench.common.processes import run_json
 from offload_rt.config import EngineConfig
 from offload_rt.engine.link import sidecar_of
 from offload_rt.llm import LLM
-from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.mirrors import DirectFiles
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
 from offload_rt.parallel.sharded_weights import shard_checkpoint

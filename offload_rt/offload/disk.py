@@ -1,20 +1,17 @@
 """Layers read directly from safetensors shards, bypassing the page cache if possible."""
 
 import itertools
-import os
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from offload_rt.errors import LinkError
-from offload_rt.offload.mirrors import NO_MIRRORS, Disks, Mirrors
+from offload_rt.offload.mirrors import NO_MIRRORS, DirectFiles, Mirrors
 from offload_rt.offload.tier import Read
 from offload_rt.weights.header import TensorRecord
-from offload_rt.weights.layout import PAGE, BlockRecord, Layout, TensorEntry, align_up, host_block
+from offload_rt.weights.layout import PAGE, BlockRecord, Layout, TensorEntry, align_up
 
 # Ranges with a smaller gap are read as a single range: the gap costs less than a request.
 _JOIN = 64 << 10
@@ -59,32 +56,6 @@ class _Part:
     def span(self) -> int:
         """Bytes to read, including gaps: pieces are short and rarely page-aligned."""
         return (self.n_pieces - 1) * self.stride + self.nbytes // self.n_pieces
-
-
-class DirectFiles(Disks):
-    """Files opened for direct I/O if supported, checked against the headers read earlier."""
-
-    def __init__(self, records: Iterable[TensorRecord], mirrors: Mirrors = NO_MIRRORS) -> None:
-        """Open the files of these tensors, and their copies. Raises as `Disks`."""
-        super().__init__({record.path: record.stamp for record in records}, mirrors)
-        self._bounce = threading.local()
-
-    def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
-        """Read at least `need` bytes from page-aligned `start` into aligned memory; LinkError."""
-        self.read(path, start, need, partial(fill, into, need))
-
-    def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
-        """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
-        lead = start % PAGE
-        block = self._bounce_block(align_up(lead + nbytes, PAGE))
-        self.fill(path, start - lead, block, lead + nbytes)
-        return block[lead : lead + nbytes]
-
-    def _bounce_block(self, nbytes: int) -> Tensor:
-        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
-            self._bounce.block = host_block(nbytes)
-        block: Tensor = self._bounce.block
-        return block[:nbytes]
 
 
 class DiskTier:
@@ -145,24 +116,6 @@ class DiskTier:
             pieces = content.as_strided((part.n_pieces, piece), (part.stride, 1))
             into[part.offset : part.offset + part.nbytes].view(part.n_pieces, piece).copy_(pieces)
         return part.nbytes
-
-
-def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
-    """Read >= `need` bytes from byte `start`, directly if page-aligned; raises LinkError."""
-    view = memoryview(into.numpy().data)
-    n = 0
-    while n < need:
-        try:
-            got = os.preadv(file, [view[n:]], start + n)
-        except OSError as error:
-            problem = f"reading {name} at byte {start + n} failed: {error.strerror}"
-            raise LinkError(problem, change="check the disk and the file") from error
-        if got == 0:
-            problem = f"{name} ends at byte {start + n}"
-            raise LinkError(
-                problem, need=f"{start + need} bytes", change="it changed while in use: run again"
-            )
-        n += got
 
 
 def _plan(

@@ -1,16 +1,18 @@
-"""Copies of a checkpoint on several disks. Each request goes to the disk that finishes it first."""
+"""Direct reads of files and of their copies, each by the disk that finishes it first."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from offload_rt.errors import CheckpointError, LinkError
-from offload_rt.weights.header import stamp_of
-from offload_rt.weights.layout import BlockRecord
+from offload_rt.weights.header import TensorRecord, stamp_of
+from offload_rt.weights.layout import PAGE, BlockRecord, align_up, host_block
 
 # Evenly spaced pages of each file that the comparison of two copies reads.
 _N_PAGES = 64
@@ -91,9 +93,9 @@ class Disk:
             os.close(file)
         self._files.clear()
 
-    def read(self, name: Path, start: int, read: Callable[[int, int, str], None]) -> None:
-        """Call read(file, start, path). Raises LinkError, also if the file has changed."""
-        read(self._files[name], start, str(self._paths[name]))
+    def fill(self, name: Path, start: int, into: Tensor, need: int) -> None:
+        """Read as `fill`. Raises LinkError, also if the file has changed."""
+        fill(into, need, self._files[name], start, str(self._paths[name]))
         self._check(name)
 
     def begin(self, nbytes: int) -> None:
@@ -124,11 +126,16 @@ class Disk:
             raise LinkError(f"{self._paths[name]} changed while in use", change="run again")
 
 
-class Disks:
-    """The disk of a checkpoint and its mirrors; failing disks are dropped with a notice."""
+class DirectFiles:
+    """Files opened for direct I/O if supported, on their disk and its mirrors.
 
-    def __init__(self, stamps: Stamps, mirrors: Mirrors) -> None:
-        """stamps: see `Disk`. Raises LinkError or CheckpointError."""
+    Files are compared with the headers read earlier. Failing disks are dropped with a notice.
+    """
+
+    def __init__(self, records: Iterable[TensorRecord], mirrors: Mirrors = NO_MIRRORS) -> None:
+        """Open the files of these tensors, and their copies; LinkError or CheckpointError."""
+        self._bounce = threading.local()
+        stamps = {record.path: record.stamp for record in records}
         names = sorted(stamps)
         self._all = [Disk({name: name for name in names}, stamps)]
         try:
@@ -149,14 +156,22 @@ class Disks:
         for disk in self._all:
             disk.close()
 
-    def read(
-        self, name: Path, start: int, need: int, read: Callable[[int, int, str], None]
-    ) -> None:
-        """Call read(file, start, path) for `need` bytes, again if a disk fails; LinkError."""
+    def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
+        """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
+        lead = start % PAGE
+        nbytes += lead
+        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
+            self._bounce.block = host_block(align_up(nbytes, PAGE))
+        block: Tensor = self._bounce.block[: align_up(nbytes, PAGE)]
+        self.fill(path, start - lead, block, nbytes)
+        return block[lead:nbytes]
+
+    def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
+        """Read at least `need` bytes from page-aligned `start` into aligned memory; LinkError."""
         while True:
             disk = self.begin(need)
             try:
-                return disk.read(name, start, read)
+                return disk.fill(path, start, into, need)
             except LinkError as error:
                 self._drop(disk, error)
             finally:
@@ -185,6 +200,24 @@ class Disks:
         print(
             f"{disk} is no longer read: {error}; reading from {rest}", file=sys.stderr, flush=True
         )
+
+
+def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
+    """Read >= `need` bytes from byte `start`, directly if page-aligned; raises LinkError."""
+    view = memoryview(into.numpy().data)
+    n = 0
+    while n < need:
+        try:
+            got = os.preadv(file, [view[n:]], start + n)
+        except OSError as error:
+            problem = f"reading {name} at byte {start + n} failed: {error.strerror}"
+            raise LinkError(problem, change="check the disk and the file") from error
+        if got == 0:
+            problem = f"{name} ends at byte {start + n}"
+            raise LinkError(
+                problem, need=f"{start + need} bytes", change="it changed while in use: run again"
+            )
+        n += got
 
 
 def _is_equal(first: Path, second: Path) -> bool:

@@ -16,8 +16,9 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import LinkError
 from offload_rt.kv.cache import RowRange
 from offload_rt.kv.split import N_SLOTS, KVSplit
-from offload_rt.offload.disk import ReadSettings, fill
+from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.memory import MemoryTier, pin, unpin
+from offload_rt.offload.mirrors import fill
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from offload_rt.errors import CheckpointError, LinkError
-from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
-from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.mirrors import NO_MIRRORS, DirectFiles, Mirrors
 from offload_rt.offload.tier import Read, Tier, read_parallel
 from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint

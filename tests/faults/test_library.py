@@ -20,7 +20,8 @@ from support.command_line import PROMPT, one_sentence
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
 from offload_rt.errors import LinkError, OffloadError
-from offload_rt.offload.disk import DirectFiles, DiskTier
+from offload_rt.offload.disk import DiskTier
+from offload_rt.offload.mirrors import DirectFiles
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -18,7 +18,7 @@ from offload_rt.cli import convert
 from offload_rt.errors import CheckpointError, LinkError
 from offload_rt.offload import mirrors as mirrors_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
-from offload_rt.offload.mirrors import Disk, Disks, Mirrors
+from offload_rt.offload.mirrors import DirectFiles, Disk, Mirrors
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import tensors_of
 from offload_rt.weights.layout import host_block
@@ -60,7 +60,7 @@ def test_requests_are_divided_by_the_rates_of_the_disks(rates, mirrored, monkeyp
     layers, mirrors = mirrored
     now = 0.0
     monkeypatch.setattr(mirrors_module.time, "perf_counter", lambda: now)
-    disks = Disks({record.path: None for block in layers for record in block.tensors}, mirrors)
+    disks = DirectFiles((record for block in layers for record in block.tensors), mirrors)
     rate_of = dict(zip(disks._all, rates, strict=True))
     free_at = dict.fromkeys(disks._all, 0.0)
     nbytes = dict.fromkeys(disks._all, 0)

@@ -20,7 +20,7 @@ from support.layers import NAMES, on_disk, some_layers
 from torch import Tensor
 
 from offload_rt.errors import LinkError
-from offload_rt.offload import disk, mirrors
+from offload_rt.offload import mirrors
 from offload_rt.offload import tier as tier_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import pin
@@ -219,7 +219,7 @@ def test_refused_read_raises_link_error(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     tier = DiskTier(on_disk(tmp_path, some_layers()))
-    monkeypatch.setattr(disk.os, "preadv", refused)
+    monkeypatch.setattr(mirrors.os, "preadv", refused)
     with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
         filled(tier, 0)
     tier.close()
@@ -231,7 +231,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     layers = some_layers()
     tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
     monkeypatch.setattr(
-        disk.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
+        mirrors.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
     )
     for i, layer in enumerate(layers):
         assert same(filled(tier, i), layer)

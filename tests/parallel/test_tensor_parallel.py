@@ -59,7 +59,8 @@ from offload_rt.executor.captured_passes import capture_passes
 from offload_rt.executor.cuda_graphs import GraphPass, GraphShape
 from offload_rt.executor.runner import Runner
 from offload_rt.models.layers import TensorShape
-from offload_rt.offload.disk import DirectFiles, DiskTier, ReadSettings
+from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.mirrors import DirectFiles
 from offload_rt.offload.placement import Plan
 from offload_rt.parallel.sharded_weights import shard, shard_checkpoint
 from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
