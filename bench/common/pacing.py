@@ -77,7 +77,7 @@ def pace(llm: LLM, gbps: float) -> None:
     """Put the disk layers and experts of an opened model behind a shared link."""
     files = llm.spec.files
     link = PacedLink(gbps)
-    experts = files.experts and replace(files.experts, tier=_PacedDisk(files.experts.tier, link))
+    experts = files.experts and _PacedDisk(files.experts, link)
     files = replace(files, disk=_PacedDisk(files.disk, link), experts=experts)
     llm.spec = replace(llm.spec, files=files)
 

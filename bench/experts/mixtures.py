@@ -77,12 +77,11 @@ def open_beside_host(folder: Path, way: str, memory: int, gbps: float) -> LLM:
     plan = llm.plan
     images = MemoryTier()
     assert files.experts is not None and plan.experts is not None
-    with closing(files.experts.tier) as tier:
-        for i in range(len(files.experts.records)):
+    with closing(files.experts) as tier:
+        for i in range(len(tier.blocks)):
             images.put(i, PackedLayer(host_block(tier.layout(i).nbytes), tier.layout(i)))
             read_parallel(tier.reads(i, images.image(i).block), tier.n_parallel)
-    experts = replace(files.experts, tier=PacedTier(images, gbps))
-    llm.spec = replace(llm.spec, files=replace(files, experts=experts))
+    llm.spec = replace(llm.spec, files=replace(files, experts=PacedTier(images, gbps)))
     llm.load()
     runner = llm.engine.runner
     copy_s = plan.experts.nbytes / gbps / 1e9

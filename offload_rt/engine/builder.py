@@ -168,5 +168,5 @@ def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
         longest = min(longest, split.n_on_device - memory.limits.n_nodes - 1)
     disk = spec.files.disk if spec.device.type == "cpu" else None
     if moved.disk_experts is not None and spec.files.experts is not None:
-        disk = spec.files.experts.tier
+        disk = spec.files.experts
     return profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)

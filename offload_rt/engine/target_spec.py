@@ -44,34 +44,24 @@ _STREAMED_TOWER = (
 
 
 @dataclass(frozen=True)
-class ExpertFiles:
-    """Experts of a checkpoint as separate blocks, layer by layer, in opened files."""
-
-    records: tuple[BlockRecord, ...]
-    tier: DiskTier
-
-
-@dataclass(frozen=True)
 class TargetFiles:
     """Opened files of the target.
 
     checkpoint  without experts that are separate blocks
-    experts  experts loaded on demand; None if experts are part of their layers
+    experts  experts as separate blocks, layer by layer; None if they are part of their layers
     images   streamed blocks of the vision tower; None if they are resident
     """
 
     checkpoint: Checkpoint
     disk: DiskTier | SidecarTier
-    experts: ExpertFiles | None = None
+    experts: DiskTier | None = None
     images: DiskTier | None = None
 
     def close(self) -> None:
         """Close the files."""
-        self.disk.close()
-        if self.experts is not None:
-            self.experts.tier.close()
-        if self.images is not None:
-            self.images.close()
+        for tier in (self.disk, self.experts, self.images):
+            if tier is not None:
+                tier.close()
 
 
 @dataclass(frozen=True)
@@ -176,8 +166,7 @@ class TargetSpec:
         disk: DiskTier | SidecarTier
         if plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
             checkpoint, records = divided
-            tier = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
-            experts = ExpertFiles(records, tier)
+            experts = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
         if self.link.sidecar and experts is None:
             decodes = self.device.type == "cpu"
             disk = SidecarTier(self.link.sidecar, settings, decodes, self.mirrors)
@@ -193,7 +182,7 @@ class TargetSpec:
         )
         experts = files.experts
         if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.disk_experts:
-            nbytes += sum(experts.tier.nbytes(i) for i in range(len(experts.records)))
+            nbytes += sum(map(experts.nbytes, range(len(experts.blocks))))
         return nbytes
 
     def _tiers(self, plan: Plan) -> tuple[str, ...]:
@@ -321,23 +310,23 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
 
 
 def _experts(
-    loader: Loader, runner: Runner, files: ExpertFiles, sizes: ExpertSizes, n_slots: int
+    loader: Loader, runner: Runner, files: DiskTier, sizes: ExpertSizes, n_slots: int
 ) -> ExpertCache:
     """Create the expert cache; a GPU machine's host tier holds all or the most used experts."""
     view = partial(runner.format.view, dtype=runner.dtype)
     streamer = runner.streamer
     if not isinstance(streamer, CudaStreamer):
-        parts = files.tier, view, streamer.meter, runner.trace
+        parts = files, view, streamer.meter, runner.trace
         return loader.closes.enter_context(closing(ThreadExperts(sizes, n_slots, *parts)))
     images: MemoryTier | PinnedExperts
     cache: CardExperts
     if sizes.n_on_host < sizes.n_blocks:
-        images = PinnedExperts(sizes, files.tier, view, streamer.device, runner.trace, loader.cpus)
+        images = PinnedExperts(sizes, files, view, streamer.device, runner.trace, loader.cpus)
         cache = TieredExperts(sizes, n_slots, images, view, streamer)
     else:
         images = loader.new_tier(register=True)
-        numbered = [Block("host", i, tensors) for i, tensors in enumerate(files.records)]
-        loader.fill({"host": images}, numbered, lambda block: loader.reader(files.tier, block.i))
+        numbered = [Block("host", i, tensors) for i, tensors in enumerate(files.blocks)]
+        loader.fill({"host": images}, numbered, lambda block: loader.reader(files, block.i))
         cache = CardExperts(sizes, n_slots, images, view, streamer)
     loader.closes.enter_context(closing(cache))
     # One thread remains for kernel launches.

@@ -75,6 +75,7 @@ class DiskTier:
     ) -> None:
         """packed: always use packed layouts."""
         self.settings = settings or ReadSettings()
+        self.blocks = layers
         self._blocks = [_plan(block, self.settings.request_nbytes, packed) for block in layers]
         self._files = DirectFiles(itertools.chain.from_iterable(layers), mirrors)
         paths = {record.path for record in itertools.chain.from_iterable(layers)}

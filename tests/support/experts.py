@@ -81,8 +81,7 @@ def open_touched(folder, n_slots, watch=False, device="cpu", **settings):
     with unloaded as llm:
         if watch:
             files = llm.spec.files
-            experts = replace(files.experts, tier=Watched(files.experts.tier))
-            llm.spec = replace(llm.spec, files=replace(files, experts=experts))
+            llm.spec = replace(llm.spec, files=replace(files, experts=Watched(files.experts)))
         llm.load()
         assert llm.plan.n_expert_slots == n_slots and set(llm.plan.tiers) == {"device"}
         yield llm
