@@ -59,9 +59,9 @@ def measure(folder: Path, flags: argparse.Namespace) -> dict[str, object]:
         host = llms[ways[1]].engine.runner.experts.host
     result: dict[str, object] = {}
     if host is not None:
-        result |= {"host_s": host.times.seconds, "copy_s": host.copy_s}
+        result |= {"host_s": host.times.seconds[0], "copy_s": host.copy_s}
         print(
-            f"an expert: {host.copy_s:.5f} s on the link, {host.times.seconds} s on the host for"
+            f"an expert: {host.copy_s:.5f} s on the link, {host.times.seconds[0]} s on the host for"
             f" {host.times.widths} rows"
         )
     columns = {way: list(zip(*runs[way][1:], strict=True)) for way in ways}  # round 0 fills slots

@@ -95,5 +95,5 @@ def _measured(
         return {
             "seconds": asdict(Spread.of(seconds[1:])), "nbytes": asdict(Spread.of(nbytes[1:])),
             "same": said == texts[0],
-            "host_s": times and times.seconds, "n_slots": llm.plan.n_expert_slots,
+            "host_s": times and times.seconds[0], "n_slots": llm.plan.n_expert_slots,
         }  # fmt: skip

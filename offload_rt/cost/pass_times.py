@@ -48,7 +48,7 @@ class MachineProfile:
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """Measured compute times of all layers and the head.
+    """Measured compute times of all layers and the head, or of an expert.
 
     widths    rows of a pass, ascending
     contexts  tokens in the cache, ascending
@@ -63,7 +63,7 @@ class ComputeTimes:
     def _table(self) -> np.ndarray:
         return np.array(self.seconds)
 
-    def at(self, n_rows: np.ndarray, context: int, n_sequences: int = 1) -> np.ndarray:
+    def at(self, n_rows: np.ndarray, context: int = 0, n_sequences: int = 1) -> np.ndarray:
         """Interpolate linearly, also beyond the largest measurements; `context` is per sequence."""
         least = min(context, self.contexts[0])
         if least == context:
@@ -133,18 +133,6 @@ class StreamedRows:
 
 
 @dataclass(frozen=True)
-class HostTimes:
-    """Seconds to compute an expert on the host, by rows, ascending."""
-
-    widths: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def at(self, n_rows: np.ndarray) -> np.ndarray:
-        """Interpolate seconds, as in `ComputeTimes.at`."""
-        return _interpolate(n_rows, self.widths, self.seconds)
-
-
-@dataclass(frozen=True)
 class TouchedExperts:
     """Experts copied over a link on demand.
 
@@ -162,7 +150,7 @@ class TouchedExperts:
     n_used: int
     nbytes: int
     n_resident: float = 0.0
-    host: HostTimes | None = None
+    host: ComputeTimes | None = None
     bias: Callable[[np.ndarray], np.ndarray] | None = None
     n_on_host: float = math.inf
 

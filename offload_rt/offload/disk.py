@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from offload_rt.offload.mirrors import NO_MIRRORS, DirectFiles, Mirrors
-from offload_rt.offload.tier import Read
+from offload_rt.offload.tier import Read, Tier
 from offload_rt.weights.header import TensorRecord
 from offload_rt.weights.layout import PAGE, BlockRecord, Layout, TensorEntry, align_up
 
@@ -58,7 +58,7 @@ class _Part:
         return (self.n_pieces - 1) * self.stride + self.nbytes // self.n_pieces
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Blocks that consist of ranges of safetensors files.
 
     Direct I/O requires equal file offset and memory address modulo a page. Therefore a block keeps
@@ -83,7 +83,6 @@ class DiskTier:
         self.n_parallel = self.settings.n_parallel * self._files.n_used * n_folders
 
     def layout(self, i: int) -> Layout:
-        """Return the memory layout of block i after reading."""
         return self._blocks[i][0]
 
     def nbytes(self, i: int) -> int:
@@ -95,7 +94,6 @@ class DiskTier:
         return sum(part.span for part in self._blocks[i][1])
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Return a read per request, into host or packed device memory; reads raise LinkError."""
         return [partial(self._read, part, into) for part in self._blocks[i][1]]
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.cost.pass_times import HostTimes
+from offload_rt.cost.pass_times import ComputeTimes
 from offload_rt.models.layers import HostWork, LayerWeights
 from offload_rt.system.numa import Cpus, stay_near
 from offload_rt.weights.layout import Layout, PackedLayer
@@ -47,7 +47,7 @@ class HostExperts:
         self._view = view
         self._device = device
         self.copy_s = copy_s
-        self.times: HostTimes | None = None
+        self.times: ComputeTimes | None = None
         self.is_on = False
         self.release: Callable[[int], None] = lambda block: None
 
@@ -137,4 +137,4 @@ class HostExperts:
         _, *by_width = self._thread.submit(
             lambda: [seconds(n) for n in (_WIDTHS[0], *_WIDTHS)]
         ).result()
-        self.times = HostTimes(_WIDTHS, tuple(np.maximum.accumulate(by_width).tolist()))
+        self.times = ComputeTimes(_WIDTHS, (0,), (tuple(np.maximum.accumulate(by_width).tolist()),))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offload_rt.offload.tier import Read
+from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.weights.layout import Layout, PackedLayer, host_block
 
@@ -51,7 +51,7 @@ def unpin(block: Tensor) -> None:
 _PART = 16 << 20  # bytes per read, large enough to hide the overhead
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Layers by number; device layers are computed in place, host layers are copied.
 
     register     pin each block with the CUDA driver, so that the GPU copies it without staging
@@ -95,11 +95,9 @@ class MemoryTier:
         return self._images[i]
 
     def layout(self, i: int) -> Layout:
-        """Return the memory layout of block i."""
         return self._images[i].layout
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """Return copies that together fill `into` with block i."""
         block = self._images[i].block
         parts = (slice(start, start + _PART) for start in range(0, len(block), _PART))
         return [partial(_copy, block[part], into[part]) for part in parts]

@@ -56,7 +56,6 @@ class SidecarTier(Tier):
         return self._layers[i].encoded.payload_nbytes
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
-        """See `Tier.reads`. Reads raise LinkError if the file fails or is damaged."""
         encoded = self._layers[i].encoded
         firsts = [0]
         filled = 0

@@ -14,7 +14,6 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import (
     DECODE_GBPS,
     ComputeTimes,
-    HostTimes,
     MachineProfile,
     PassBytes,
     transfer_s,
@@ -136,7 +135,7 @@ class Machine:
         experts = moved.experts
         if experts is None or experts.tier != "host" or not self.ram_gbps:
             return moved
-        times = HostTimes((1,), (transfer_s(experts.nbytes, self.ram_gbps),))
+        times = ComputeTimes((1,), (0,), ((transfer_s(experts.nbytes, self.ram_gbps),),))
         return replace(moved, experts=replace(experts, host=times))
 
     def _times(

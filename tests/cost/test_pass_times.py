@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from offload_rt.cost.pass_times import (
     ComputeTimes,
-    HostTimes,
     MachineProfile,
     PassBytes,
     TouchedExperts,
@@ -179,7 +178,7 @@ def test_extrapolated_compute_time_stays_above_the_fastest_measured_pass():
 
 def test_host_computes_only_experts_of_host_memory():
     """Of 60 missing experts a layer, a fast host computes at most those in host memory."""
-    host = HostTimes((1,), (1e-9,))
+    host = ComputeTimes((1,), (0,), ((1e-9,),))
     rows = np.array([1, 8, 64])
     experts = TouchedExperts("host", 5, 64, 8, 10**6, n_resident=4, host=host)
     all_copied = experts.pass_nbytes(rows)

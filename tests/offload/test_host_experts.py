@@ -16,10 +16,7 @@ from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, w
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
 
-from offload_rt.cost.pass_times import (
-    HostTimes,
-    MachineProfile,
-)
+from offload_rt.cost.pass_times import ComputeTimes, MachineProfile
 from offload_rt.engine import profile
 from offload_rt.models.layers import HostWork
 from offload_rt.offload.host_experts import HostExperts
@@ -34,7 +31,7 @@ CPU = torch.device("cpu")
 def set_rates(host, seconds):
     """Set the host's seconds per expert, relative to a copy of one second."""
     host.copy_s = 1.0
-    host.times = HostTimes((1,), (seconds,))
+    host.times = ComputeTimes((1,), (0,), ((seconds,),))
     host.is_on = True
 
 
@@ -91,7 +88,7 @@ def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
         assert runner.experts.host.is_on
-        assert all(seconds > 0 for seconds in runner.experts.host.times.seconds)
+        assert all(seconds > 0 for seconds in runner.experts.host.times.seconds[0])
         set_rates(runner.experts.host, 0.5)
         computed.clear()
         before = counts.n_waits
@@ -233,7 +230,8 @@ def test_division_of_experts_is_optimal():
     for n in [*range(8)] * 8:
         rows = rng.integers(1, 90, n)
         set_rates(host, 0.5)
-        host.times = HostTimes((1, 64), tuple(np.sort(rng.exponential(1.0, 2)).tolist()))
+        seconds = tuple(np.sort(rng.exponential(1.0, 2)).tolist())
+        host.times = ComputeTimes((1, 64), (0,), (seconds,))
 
         def ends(here, rows=rows):
             return max(len(rows) - len(here), host.times.at(rows[[*here]]).sum() if here else 0.0)
