@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_gpu import fake_gpu
-from support.texts import modifiers
-from support.tiny import chi_square_p
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from support.texts import modifiers, processors
+from support.tiny import assert_drawn
 
 from offload_rt import SamplingParams, sampling
 from offload_rt.bad_words import BadWords
@@ -25,10 +19,6 @@ from offload_rt.sampling import Context, NodeProbs, draw, token_logprobs, top_to
 pytestmark = pytest.mark.numeric
 
 VOCABULARY = 60
-WARPERS = {
-    "temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-}  # fmt: skip
 SETTINGS = [
     {"temperature": 0.35}, {"temperature": 2.5},
     *({"temperature": 1.0} | more for more in (
@@ -49,8 +39,7 @@ SETTINGS = [
 
 def peer_probs(logits, settings, contexts, n_prompt=0, end_ids=()):
     """The distribution by transformers, its processors in the order of its own `generate`."""
-    chain = modifiers(SamplingParams(**settings), n_prompt, end_ids)
-    chain += [WARPERS[name](settings[name]) for name in WARPERS if name in settings]
+    chain = processors(SamplingParams(**settings), n_prompt, end_ids)
     rows = [
         chain(torch.tensor([context]), row[None])[0]
         for row, context in zip(logits, contexts, strict=True)
@@ -313,15 +302,8 @@ def test_row_without_numbers_or_possible_tokens_raises_where_read(wrong, read):
 @pytest.mark.parametrize("scale", [1.0, 0.9])
 def test_draws_follow_the_distribution(probs, scale):
     """Only proportions count, since rounding changes the sum."""
-    probs = torch.tensor(probs)
-    n = 10_000
-    drawn = draw((probs * scale).expand(n, -1), torch.Generator().manual_seed(11))
-    counts = torch.bincount(torch.tensor(drawn), minlength=len(probs)).double()
-    possible = probs > 0
-    assert counts[~possible].sum() == 0
-    if possible.sum() > 1:
-        expected = (probs.double() / probs.double().sum() * n)[possible]
-        assert chi_square_p(counts[possible].numpy(), expected.numpy()) > 1e-6
+    rows = (torch.tensor(probs) * scale).expand(10_000, -1)
+    assert_drawn(draw(rows, torch.Generator().manual_seed(11)), dict(enumerate(probs)))
 
 
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])

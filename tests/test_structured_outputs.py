@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +11,8 @@ from support.tiny import (
     CASES,
     EACH_IN_ONE,
     SMALLER,
+    assert_drawn,
     byte_level,
-    chi_square_p,
     keep_steady,
     logits_of,
     nearly,
@@ -351,13 +350,8 @@ def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     ]
     settings = {"drafter": "static_tree", "draft_model": str(pair.draft), "rule": rule}
     with open_llm(pair.target, max_num_seqs=8, **settings) as sampling:
-        drawn = Counter(tuple(each.token_ids) for each in sampling.generate([prompt] * n, params))
-    assert drawn.keys() <= expected.keys()
-    likely = [path for path, chance in expected.items() if n * chance >= 5]
-    counts = [drawn[path] for path in likely]
-    chances = [expected[path] for path in likely]
-    observed = np.array([*counts, n - sum(counts)])
-    assert chi_square_p(observed, n * np.array([*chances, 1 - sum(chances)])) > 1e-3
+        drawn = [tuple(each.token_ids) for each in sampling.generate([prompt] * n, params)]
+    assert_drawn(drawn, expected, least_p=1e-3)
 
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}}

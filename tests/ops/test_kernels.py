@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from support import drafted
 from support.fake_gpu import record_graph
 from support.tiny import random_tree
 
@@ -298,53 +299,6 @@ def test_transfer(kernels, seed):
     assert back.count_nonzero() == there.count_nonzero() == n
 
 
-def drafted(seed):
-    """A random drafted tree with deterministic and sampled children and ties, and the target's
-    distributions.
-    """
-    draw = random.Random(seed)
-    rng = np.random.default_rng(seed)
-    n = draw.choice([1, 2, 6, 20, 60])
-    vocabulary = draw.choice([5, 37, 1000, 3001])
-    topology = random_tree(n, seed, reach=draw.choice([2, 8, 1000]))
-    while max(map(len, topology.children)) > vocabulary:
-        seed += 1000
-        topology = random_tree(n, seed)
-    independent = draw.random() < 0.2
-    is_sampled = rng.random(n) < draw.choice([0.0, 0.5, 1.0])
-    is_sampled[1:] |= independent
-    is_sampled[0] = False
-    target = rng.standard_normal((n, vocabulary)) * draw.choice([0.5, 3.0, 10.0])
-    draft = target + rng.standard_normal((n, vocabulary)) * draw.choice([0.0, 0.3, 2.0])
-    target, draft = (
-        torch.softmax(torch.from_numpy(logits), 1).float() for logits in (target, draft)
-    )
-    # Impossible tokens; and distributions with fewer tokens than were sampled.
-    for possible, shares in ((target, [0.0, 0.5]), (draft, [0.0, 0.5, 0.9])):
-        impossible = torch.from_numpy(rng.random(possible.shape) < draw.choice(shares))
-        impossible[:, 0] = False
-        possible[impossible] = 0
-        possible.div_(possible.sum(1, keepdim=True))
-    tokens = np.zeros(n, dtype=np.int64)
-    for node, children in enumerate(topology.children):
-        left = draft[node].double().numpy().copy()
-        untaken = np.ones(vocabulary, dtype=bool)
-        # deterministic tokens are never sampled
-        for child in sorted(children, key=lambda child: bool(is_sampled[child])):
-            probs = left if left.sum() > 0 else untaken.astype(float)
-            if is_sampled[child]:
-                tokens[child] = rng.choice(vocabulary, p=probs / probs.sum())
-            elif rng.random() < 0.3:
-                tokens[child] = rng.choice(np.flatnonzero(untaken))
-            else:
-                tokens[child] = (probs * untaken).argmax()
-            if not independent:
-                left[tokens[child]] = 0
-                untaken[tokens[child]] = False
-    sampled = SampledNodes(is_sampled, draft, np.arange(n), independent)
-    return DraftTree(topology, torch.from_numpy(tokens), sampled), target
-
-
 def verdicts(kernels, kernel, tree, target, noise):
     """End node and bonus by csrc/, and by the rules' own kernels."""
     decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(
@@ -372,7 +326,8 @@ both_ways = pytest.mark.parametrize(
 def test_verify(kernels, kernel):
     kinds = set()
     for seed in range(60):
-        tree, target = drafted(seed)
+        vocabulary = (12, 37, 1000, 3001)[seed // 4 % 4]
+        tree, target, _ = drafted.random_case(seed, torch.float32, vocabulary)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=generator)
         mine, plain = verdicts(kernels, kernel, tree, target, noise)
@@ -561,7 +516,7 @@ def samples(device):
     attention = (q, k, v, *(part.to(device) for part in mask_of(case, parents)), case.window, 0.1)
     parents = parents.to(device)
     store = torch.randn(2, 2, 20, 64, device=device)
-    tree, target = drafted(3)
+    tree, target, _ = drafted.random_case(3, torch.float32)
     candidates = residual.candidates(tree)
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))

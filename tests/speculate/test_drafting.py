@@ -137,6 +137,31 @@ def test_children_without_replacement(probs, n, struck):
     assert_drawn(map(tuple, children.tolist()), exact_draws(probs.numpy(), n, excluded=struck))
 
 
+@pytest.mark.parametrize("probs", [Q, EXHAUSTED], ids=["q", "exhausted"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_children_with_replacement(probs, n):
+    """Beside a row without numbers, which the builder refuses after the draw."""
+    rows = torch.cat((probs.expand(N_DRAWS, -1), torch.full((1, 6), torch.nan)))
+    children = child_sampling.independent(rows, n, generator())[:-1]
+    assert_drawn(map(tuple, children.tolist()), exact_draws(probs.numpy(), n, independent=True))
+
+
+@pytest.mark.parametrize("vocab_size", [3, 5, 8])
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size, temperature):
+    """Of a draft with five tokens."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, -2.0, 5.0]])
+    select = child_sampling.MostProbable(8, vocab_size, temperature)
+    tokens, values = child_sampling.unpacked(select(logits), vocab_size)
+    wanted = logits[0, :vocab_size]
+    if temperature is not None:
+        wanted = (wanted / temperature).softmax(-1)
+    best, order = wanted.sort(descending=True)
+    assert tokens[0, : len(order)].tolist() == order.tolist()
+    assert values[0, : len(order)] == pytest.approx(best.tolist())
+    assert (values[0, len(order) :] <= 0).all()
+
+
 def best_nodes(model, tokens, n, n_levels, temperature):
     """The n paths of the highest cumulative probability, by transformers; brute force."""
     paths = []

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.drafted import child_probs, grow, random_case
 from support.languages import (
     RECIPES,
     VOCABULARY,
@@ -19,6 +20,7 @@ from support.languages import (
     languages,
     outcomes,
     scripted,
+    small_tree,
     target_probs,
 )
 from support.tiny import assert_drawn, random_tree, sequence_of
@@ -187,10 +189,7 @@ def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
 
 def careless_tree(n: int, seed: int) -> DraftTree:
     """A random deterministic tree; in one of four, siblings may carry the same token."""
-    topology = random_tree(n, seed)
-    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
-        seed += 1000
-        topology = random_tree(n, seed)
+    topology = small_tree(n, seed)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(n, dtype=torch.int64)
     for children in topology.children:
@@ -240,24 +239,6 @@ def test_enumeration_detects_a_wrong_match(wrong):
 # Larger trees: what every rule owes its caller, and a plain reference.
 
 
-def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
-    """Each child with its distribution given the siblings before it, in verification order."""
-    sampled = tree.sampled
-    children = tree.topology.children[node]
-    is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
-    given = [child for child in children if child not in is_sampled]
-    free = torch.ones(0 if sampled is None else sampled.draft_probs.shape[1], dtype=torch.float64)
-    free[tree.tokens[given]] = 0
-    for child in is_sampled:
-        probs = sampled.draft_probs[sampled.row_of[node]].double() * free
-        probs = probs if probs.sum() > 0 else free.clone()
-        yield child, probs / probs.sum()
-        if not sampled.independent:
-            free[tree.tokens[child]] = 0
-    for child in given:
-        yield child, None
-
-
 def struck(probs: Tensor, child_sampling: Tensor | None, token: int) -> Tensor:
     if child_sampling is not None:
         return (probs - child_sampling).clamp_min(0)
@@ -304,54 +285,6 @@ def plain_bottom_up(tree: DraftTree, target: Tensor, uniforms: Tensor) -> tuple[
 
 
 PLAIN = {"sequoia": plain_top_down, "traversal": plain_bottom_up}
-
-
-def grow(
-    topology: Topology,
-    is_sampled: np.ndarray,
-    draft_probs: Tensor,
-    seed: int,
-    independent: bool = False,
-) -> DraftTree:
-    """Draw a tree from these distributions (n, vocabulary), as a drafter would."""
-    rng = np.random.default_rng(seed)
-    tokens = torch.zeros(len(topology), dtype=torch.int64)
-    n = len(topology)
-    sampled = SampledNodes(is_sampled, draft_probs, np.arange(n), independent)
-    for node in range(n):
-        given = [child for child in topology.children[node] if not is_sampled[child]]
-        tokens[given] = draft_probs[node].argsort(descending=True, stable=True)[: len(given)]
-        for child, probs in child_probs(DraftTree(topology, tokens, sampled), node):
-            # the distributions are read one by one, so each sees the tokens drawn before it
-            if probs is not None:
-                tokens[child] = int(rng.choice(len(probs), p=probs.numpy()))
-    return DraftTree(topology, tokens, sampled)
-
-
-@cache
-def random_case(
-    seed: int, dtype: torch.dtype, vocabulary: int = 12
-) -> tuple[DraftTree, Tensor, Tensor]:
-    """A tree of up to 40 nodes, the target's distributions, and a number for each node."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, 41))
-    kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
-    is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(
-        kind, np.ones(n, bool)
-    )
-    is_sampled[0] = False
-    draft = rng.random((n, vocabulary)) ** 3 * (
-        rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
-    )
-    draft[:, 0] += draft.sum(-1) == 0
-    draft /= draft.sum(-1, keepdims=True)
-    noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
-    target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
-    tree = grow(
-        random_tree(n, seed, reach=7), is_sampled, torch.from_numpy(draft).to(dtype), seed,
-        kind == "independent",
-    )  # fmt: skip
-    return tree, target, torch.from_numpy(rng.random(n))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -472,31 +405,6 @@ def test_large_vocabulary_in_float32(sharpness):
         for rule in RULES:
             verdict = load_rule(rule).verify(tree, target, sequence_of(seed))
             check_verdict(verdict, tree, target)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_temperature_0_takes_the_argmax_path(rule):
-    module = load_rule(rule)
-    depths = set()
-    for seed in range(24):
-        tree, target, _ = random_case(seed, torch.float32)
-        right = torch.nn.functional.one_hot(target.argmax(-1), target.shape[1]).float()
-        # Independent draws may carry the right token twice: match and coupled follow both, the
-        # others the first.
-        nodes = [0]
-        path = []
-        while True:
-            children = [child for node in nodes for child in tree.topology.children[node]]
-            nodes = [child for child in children if right[nodes[0], tree.tokens[child]] == 1]
-            if not nodes:
-                break
-            nodes = nodes if rule in ("match", "coupled") else nodes[:1]
-            path = tree.topology.path_to(nodes[0])
-        verdict = module.verify(tree, right, sequence_of(seed))
-        assert tree.tokens[list(verdict.path)].tolist() == tree.tokens[path].tolist()
-        assert verdict.bonus == int(right[(0, *path)[-1]].argmax())
-        depths.add(len(path))
-    assert depths >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("rule", RESIDUAL)

@@ -1,4 +1,4 @@
-"""Draft trees beside a grammar: no node outside the grammar, and the exact masked distribution."""
+"""Drawn trees beside a grammar or a copied text, over all draws: the exact distribution."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.sampling import rejected
 from offload_rt.speculate import child_sampling
+from offload_rt.speculate.ngrams import append_ngram
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState, select_tokens
@@ -54,30 +55,44 @@ class MaskedLanguage(Language):
         return probs / probs.sum()
 
 
-def grown(topology: Topology, kind: str, draft: Language, grammar: Letters) -> DraftTree:
-    """Grow a tree as a draft model does."""
+def grown(
+    topology: Topology,
+    kind: str,
+    draft: Language,
+    grammar: Letters | None,
+    copied: tuple[int, ...] = (),
+) -> DraftTree:
+    """Grow a tree as a draft model does, and append a copied text."""
     sequence = sequence_of(0)
     sequence.grammar = grammar
     state = TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
     state.clear(0)
-    builder = StaticTreeBuilder(state, StaticTree(topology, 1.0, kind, 1.0), Acceptance())
+    builder = StaticTreeBuilder(state, StaticTree(topology, 1.0, kind, 1.0, copied), Acceptance())
     while len(state.tokens) > state.n_done:
         paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
         logits = torch.stack([draft.after(path).log() for path in paths[state.new_rows]])
         selected = select_tokens(builder, logits)
         state.computed()
         builder.extend(selected)
-    return builder.tree(0)
+    return append_ngram(builder.tree(0), builder.copied, len(topology) + len(copied))
 
 
 def every_tree(
-    topology: Topology, kind: str, draft: Language, grammar: Letters
+    topology: Topology,
+    kind: str,
+    draft: Language,
+    grammar: Letters | None,
+    copied: tuple[int, ...] = (),
 ) -> Iterator[tuple[DraftTree, float]]:
     """Every tree that the draws can lead to, with its probability."""
 
     def run(draw: Draw) -> DraftTree:
-        def children(probs: Tensor, n: int, *_: object) -> Tensor:
-            rows = [exact_draws(row.double().numpy(), n, kind == "independent") for row in probs]
+        def children(probs: Tensor, n: int, _: object, excluded: Tensor | None = None) -> Tensor:
+            struck = torch.zeros_like(probs) if excluded is None else excluded
+            rows = [
+                exact_draws(row.double().numpy(), n, kind == "independent", tokens.nonzero()[:, 0])
+                for row, tokens in zip(probs, struck, strict=True)
+            ]
             chosen = itertools.product(*(row.items() for row in rows))
             return torch.tensor(
                 draw(
@@ -88,15 +103,16 @@ def every_tree(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child_sampling, kind, children)
-            return grown(topology, kind, draft, grammar)
+            return grown(topology, kind, draft, grammar, copied)
 
     return every_run(run)
 
 
+RULES = ["specinfer", "sequoia", "traversal"]
 SHAPES = {"siblings": [-1, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
 
 
-@pytest.mark.parametrize("rule", ["specinfer", "sequoia", "traversal"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
     chosen = load_rule(rule)
@@ -113,6 +129,25 @@ def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
         probs, _ = distribution_under(outcomes(chosen), trees, target)
         assert float((probs - target.continuations(())).abs().max()) < 1e-7
     assert (len(sizes) > 1) == (chosen.child_sampling == "without_replacement")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("copied", [(0,), (2, 1)])
+def test_copied_tokens_beside_drawn_children_keep_the_distribution(rule, copied):
+    """A likely token is left to sampling. Copies do not depend on the drawn tokens."""
+    chosen = load_rule(rule)
+    topology = Topology(np.array(SHAPES["levels"]))
+    n_copied = set()
+    for seed in range(8):
+        draft, target = Language(2 * seed + 1), Language(2 * seed)
+        trees = [*every_tree(topology, chosen.child_sampling, draft, None, copied)]
+        assert sum(p for _, p in trees) == pytest.approx(1)
+        of_trees = {int((~tree.sampled.is_sampled[1:]).sum()) for tree, _ in trees}
+        assert len(of_trees) == 1
+        n_copied |= of_trees
+        probs, _ = distribution_under(outcomes(chosen), trees, target)
+        assert float((probs - target.continuations(())).abs().max()) < 1e-6
+    assert n_copied == ({0} if rule == "specinfer" else {0, len(copied)})
 
 
 def test_masks_of_any_width_are_unpacked():

@@ -20,6 +20,7 @@ from offload_rt.executor import runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import recycler
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
+from offload_rt.speculate.ngrams import copied_paths, find_matches
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.protocols import DraftParts
 from offload_rt.speculate.recycler import PredictionTable, Recycler, TextCandidates
@@ -128,6 +129,37 @@ def test_tree_has_the_most_probable_nodes(n_levels):
             assert (np.diff(builder.chances) <= 0).all()
 
 
+@pytest.mark.parametrize("n_levels", [2, 4])
+def test_candidates_have_the_higher_chance_of_prediction_and_copy(n_levels):
+    """Of equal tokens after the same path."""
+    random = np.random.default_rng(0)
+    n_both = 0
+    for _ in range(20):
+        stored = Recycler(PairStats())
+        for _ in range(30):
+            context = tuple(random.integers(4, size=3).tolist())
+            stored.table.keep(context, random.permutation(4)[:3].tolist(), [0.5, 0.3, 0.1])
+        sequence = Sequence(random.integers(4, size=20).tolist(), SamplingParams(), 99)
+        copied = copied_paths(find_matches(sequence, n_levels - 1), stored.rates)
+        assert copied and max(map(len, copied)) == n_levels - 1
+        paths = [(), *copied, (3, 3, 3)]
+        wanted = {}
+        for i, path in enumerate(paths):
+            context = (*sequence.tokens, *path)[-3:]
+            prior = recycler._PRIOR[stored.table.find(context).n_key]
+            wanted |= {(i, token): prior * p for token, p in found(stored.table, context).items()}
+        for path, chance in copied.items():
+            key = paths.index(path[:-1]), path[-1]
+            n_both += key in wanted
+            ratio = chance / copied.get(path[:-1], 1.0)
+            wanted[key] = max(wanted.get(key, 0.0), ratio)
+        rows, tokens, chances = TextCandidates(stored, sequence, n_levels).below(paths)
+        keys = list(zip(rows.tolist(), tokens.tolist(), strict=True))
+        assert len(set(keys)) == len(keys)
+        assert dict(zip(keys, chances, strict=True)) == pytest.approx(wanted)
+    assert n_both > 20
+
+
 @pytest.fixture(scope="module")
 def llm(zoo: Zoo) -> Iterator[LLM]:
     with open_llm(zoo.pair("llama", 0).target, max_model_len=128) as llm:
@@ -155,17 +187,10 @@ def test_prompt_predictions_are_recorded(zoo, llm, monkeypatch, n_cheap):
             np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)
 
 
-class Dear(Steady):
-    """A cost model in which every row costs as much as the first."""
-
-    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
-        return 1.0 * n_rows
-
-
 @pytest.mark.parametrize("name", ["lookahead", "ngram", "recycle"])
 def test_no_tree_if_rows_are_expensive(llm, name):
     """Also for a repetitive text; with cheap rows a tree is drafted."""
-    for cost, is_off in ((Dear(), True), (Steady(), False)):
+    for cost, is_off in ((Steady(pass_s=lambda n_rows: 1.0 * n_rows), True), (Steady(), False)):
         drafter = drafter_type(name).open(replace(PARTS, cost=cost))
         sequences = [Sequence(prompt_of(0, 12) * 3, SamplingParams(8), 128) for _ in range(2)]
         engine = engine_of(llm, drafter, n_nodes=N_NODES)
@@ -177,17 +202,11 @@ def test_no_tree_if_rows_are_expensive(llm, name):
         assert (sequences[0].stats.n_nodes == 8) == is_off
 
 
-class Steep(Steady):
-    """Rows beyond the tenth are dear."""
-
-    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
-        return 1.0 + np.maximum(n_rows - 10, 0)
-
-
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
     monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
-    drafter = TextDrafter(replace(PARTS, cost=Steep()))
+    cost = Steady(pass_s=lambda n_rows: 1.0 + np.maximum(n_rows - 10, 0))
+    drafter = TextDrafter(replace(PARTS, cost=cost))
     for before in (1, 2, 3, 4, 5, 11, 12, 13):
         drafter._recycler.table.keep((before,), [before + 1], [0.9 if before < 9 else 0.5])
     sequences = [Sequence([start], SamplingParams(20), 128) for start in (1, 11)]
@@ -196,16 +215,9 @@ def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     assert [len(tree.topology) for tree in drafter.propose(sequences, N_NODES)] == [6, 2]
 
 
-class Gentle(Steady):
-    """A further row costs a fifth of the first."""
-
-    def seconds(self, n_rows: np.ndarray, *_: object) -> np.ndarray:
-        return 0.8 + 0.2 * n_rows
-
-
 def test_wrong_predictions_end_drafting_until_they_are_right():
     """Root predictions are compared with the text also in passes without a tree."""
-    drafter = TextDrafter(replace(PARTS, cost=Gentle()))
+    drafter = TextDrafter(replace(PARTS, cost=Steady(pass_s=lambda n_rows: 0.8 + 0.2 * n_rows)))
     sequence = Sequence([7], SamplingParams(99), 128)
     sizes = []
     for token in [2] * 30 + [1] * 60:

@@ -244,16 +244,21 @@ def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Re
     )
 
 
-def random_recipe(seed: int) -> Recipe:
-    """Of four to six nodes, depth at most three, each node sampled or deterministic."""
-    n = 4 + seed % 3
+def small_tree(n: int, seed: int) -> Topology:
+    """Return a random tree of depth three at most, without more children than tokens."""
     topology = random_tree(n, seed)
     while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
         seed += 1000
         topology = random_tree(n, seed)
+    return topology
+
+
+def random_recipe(seed: int) -> Recipe:
+    """Of four to six nodes, each sampled or deterministic."""
+    n = 4 + seed % 3
     is_sampled = np.random.default_rng(seed).random(n) < 0.6
     is_sampled[0] = False
-    return Recipe(topology, is_sampled)
+    return Recipe(small_tree(n, seed), is_sampled)
 
 
 RECIPES = {

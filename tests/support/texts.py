@@ -133,16 +133,24 @@ def modifiers(
     return processors
 
 
+def processors(
+    params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
+) -> LogitsProcessorList:
+    """Return all logits processors of transformers at a positive temperature, in its order."""
+    chain = modifiers(params, n_prompt, end_ids)
+    chain.append(TemperatureLogitsWarper(params.temperature))
+    chain += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+    chain += [TopPLogitsWarper(params.top_p)] if params.top_p else []
+    chain += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    return chain
+
+
 def exact_distribution(
     model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, n_new: int = N_NEW
 ) -> np.ndarray:
     """The probability of each text of n_new tokens, (vocabulary,) * n_new."""
     vocab_size = model.config.vocab_size
-    warpers = modifiers(params, len(prompt))
-    warpers.append(TemperatureLogitsWarper(params.temperature))
-    warpers += [TopKLogitsWarper(params.top_k)] if params.top_k else []
-    warpers += [TopPLogitsWarper(params.top_p)] if params.top_p else []
-    warpers += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+    warpers = processors(params, len(prompt))
     probs = np.ones((vocab_size,) * n_new)
     for text in itertools.product(range(vocab_size), repeat=n_new - 1):
         logits = logits_of(model, [*prompt, *text])

@@ -1,0 +1,77 @@
+"""Random drafted trees of any size, with the distributions that their tokens are drawn from."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
+from support.tiny import random_tree
+
+
+def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
+    """Each child with its distribution given the siblings before it, in verification order."""
+    sampled = tree.sampled
+    children = tree.topology.children[node]
+    is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
+    given = [child for child in children if child not in is_sampled]
+    free = torch.ones(0 if sampled is None else sampled.draft_probs.shape[1], dtype=torch.float64)
+    free[tree.tokens[given]] = 0
+    for child in is_sampled:
+        probs = sampled.draft_probs[sampled.row_of[node]].double() * free
+        probs = probs if probs.sum() > 0 else free.clone()
+        yield child, probs / probs.sum()
+        if not sampled.independent:
+            free[tree.tokens[child]] = 0
+    for child in given:
+        yield child, None
+
+
+def grow(
+    topology: Topology,
+    is_sampled: np.ndarray,
+    draft_probs: Tensor,
+    seed: int,
+    independent: bool = False,
+) -> DraftTree:
+    """Draw a tree from these distributions (n, vocabulary), as a drafter would."""
+    rng = np.random.default_rng(seed)
+    tokens = torch.zeros(len(topology), dtype=torch.int64)
+    n = len(topology)
+    sampled = SampledNodes(is_sampled, draft_probs, np.arange(n), independent)
+    for node in range(n):
+        given = [child for child in topology.children[node] if not is_sampled[child]]
+        tokens[given] = draft_probs[node].argsort(descending=True, stable=True)[: len(given)]
+        for child, probs in child_probs(DraftTree(topology, tokens, sampled), node):
+            # the distributions are read one by one, so each sees the tokens drawn before it
+            if probs is not None:
+                tokens[child] = int(rng.choice(len(probs), p=probs.numpy()))
+    return DraftTree(topology, tokens, sampled)
+
+
+@cache
+def random_case(
+    seed: int, dtype: torch.dtype, vocabulary: int = 12
+) -> tuple[DraftTree, Tensor, Tensor]:
+    """A tree of up to 40 nodes, the target's distributions, and a number for each node."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 41))
+    kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
+    is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(
+        kind, np.ones(n, bool)
+    )
+    is_sampled[0] = False
+    draft = rng.random((n, vocabulary)) ** 3 * (
+        rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
+    )
+    draft[:, 0] += draft.sum(-1) == 0
+    draft /= draft.sum(-1, keepdims=True)
+    noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
+    target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
+    tree = grow(
+        random_tree(n, seed, reach=7), is_sampled, torch.from_numpy(draft).to(dtype), seed,
+        kind == "independent",
+    )  # fmt: skip
+    return tree, target, torch.from_numpy(rng.random(n))
