@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support import emulated
+from support.coded_matrices import FLOAT8_BLOCK, random_matrix, values_of
 from support.fake_gpu import record_graph
 
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops.dequantize import CodedMatrix, ZeroCodes, reference_dequantize
+from offload_rt.ops.dequantize import CodedMatrix
 from offload_rt.ops.few_rows import multiply_few_rows, multiply_stack, serves_few_rows, serves_stack
 from offload_rt.packing import Packing
 
@@ -18,44 +19,15 @@ KINDS = ("rows", "columns", "plain", "e2m1", "float8")
 WITH_ZEROS = {"rows, zeros": "columns", "columns, zeros": "rows", "plain, zeros": "plain"}
 
 
-def random_matrix(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> CodedMatrix:
-    """Codes with scales below 1; float8 in blocks of 128 x 128, as in block fp8."""
-    zeros_order: Any = WITH_ZEROS.get(kind)
+def coded(kind: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple[CodedMatrix, torch.Tensor]:
+    """Random codes and their values; float8 in blocks of 128 x 128, as in block fp8."""
+    zeros: Any = WITH_ZEROS.get(kind)
     kind = kind.removesuffix(", zeros")
-    generator = torch.Generator().manual_seed(n_in)
     order: Any = "plain" if kind == "float8" else kind
-    block = {"columns": (32, 1), "plain": (1, n_in), "float8": (128, 128)}.get(kind, (1, 32))
-    bits = 8 if order == "plain" else 4
-    stored = (n_in, n_out) if kind == "columns" else (n_out, n_in)
-    packing = Packing(order, bits, block, 8 if kind in ("rows", "columns") else 0)
-    integer = {"rows": torch.int32, "columns": torch.int32, "plain": torch.int8}.get(
-        kind, torch.uint8
-    )
-    limits = torch.iinfo(integer)
-    codes = torch.randint(
-        limits.min, limits.max + 1, packing.code_shape(*stored), generator=generator
-    ).to(integer)
-    grid = [-(-n // size) for n, size in zip(stored, block, strict=True)]
-    scales = torch.rand(grid, generator=generator).to(dtype)
-    if kind == "float8":
-        codes = (codes & 0xBF).view(torch.float8_e4m3fn)  # finite
-    if kind == "e2m1":
-        scales = torch.randint(118, 128, grid, generator=generator).byte()
-    product = torch.float32 if kind == "e2m1" else dtype
-    zeros = None
-    if zeros_order is not None:
-        points = Packing(zeros_order, bits, (1, 1)).code_shape(*grid)
-        words = torch.randint(limits.min, limits.max + 1, points, generator=generator).to(integer)
-        zeros = ZeroCodes(words, zeros_order, int(bits == 4))
-    return CodedMatrix((n_out, n_in), packing, codes, scales, zeros, None, product)
-
-
-def values_of(matrix: CodedMatrix) -> torch.Tensor:
-    stored = torch.empty(matrix.shape[::-1] if matrix.is_transposed else matrix.shape)
-    scales = matrix.float_scales()
-    zeros = matrix.int_zeros()
-    reference_dequantize(matrix.codes, scales, zeros, None, matrix.packing, stored)
-    return stored.T if matrix.is_transposed else stored
+    block = {"columns": (32, 1), "plain": (1, n_in), "float8": FLOAT8_BLOCK}.get(kind, (1, 32))
+    offset = 8 if kind in ("rows", "columns") else 0
+    packing = Packing(order, 8 if order == "plain" else 4, block, offset)
+    return random_matrix(packing, (n_out, n_in), dtype, zeros)
 
 
 def moved(matrix: CodedMatrix, device: str) -> CodedMatrix:
@@ -72,8 +44,8 @@ def moved(matrix: CodedMatrix, device: str) -> CodedMatrix:
 @pytest.mark.parametrize("kind", [*KINDS, *WITH_ZEROS])
 def test_products_equal_those_of_the_reference_values(kernels, kind, dtype):
     for n_out, n_in in ((1, 32), (40, 320), (130, 288)):
-        matrix = random_matrix(kind, n_out, n_in, dtype)
-        values = values_of(matrix).to(dtype).double()
+        matrix, values = coded(kind, n_out, n_in, dtype)
+        values = values.to(dtype).double()
         for n_rows in (1, 7, 8, 9, 32):
             x = torch.randn(n_rows, n_in).to(dtype)
             bias = torch.randn(n_out).to(dtype)
@@ -93,8 +65,8 @@ def multiplied(kernels, x, matrix, bias=None):
 
 @pytest.mark.parametrize("kind", [*KINDS, *WITH_ZEROS])
 def test_unit_vectors_give_the_weights(kernels, kind):
-    matrix = random_matrix(kind, 24, 64, torch.bfloat16)
-    expected = values_of(matrix).T.bfloat16()
+    matrix, values = coded(kind, 24, 64, torch.bfloat16)
+    expected = values.T.bfloat16()
     for rows in (slice(0, 32), slice(32, 64)):
         y = multiplied(kernels, torch.eye(64)[rows].bfloat16(), matrix)
         assert torch.equal(y, expected[rows])
@@ -105,8 +77,8 @@ def test_unit_vectors_give_the_weights(kernels, kind):
 @pytest.mark.parametrize("kind", ["rows", "columns", "rows, zeros", "columns, zeros"])
 def test_int4_weights_are_exact_at_all_steps_of_the_inputs(kernels, kind, product, dtype):
     """Scales may have the dtype of the rows or not; a step of a block has 1,024 inputs."""
-    matrix = random_matrix(kind, 76, 5152, product)
-    expected = values_of(matrix).to(product).to(dtype).T
+    matrix, values = coded(kind, 76, 5152, product)
+    expected = values.to(product).to(dtype).T
     for first, n_rows in ((992, 100), (4090, 8), (5140, 12)):
         x = torch.zeros(n_rows, 5152, dtype=dtype)
         x[range(n_rows), range(first, first + n_rows)] = 1
@@ -118,7 +90,7 @@ def test_int4_weights_are_exact_at_all_steps_of_the_inputs(kernels, kind, produc
 @pytest.mark.parametrize("offset", [8, 20])
 @pytest.mark.parametrize("group", [8, 32, 24, 96])
 def test_any_groups_and_offsets_of_int4_are_exact(kernels, group, offset, dtype):
-    matrix = random_matrix("rows", 24, 288, torch.bfloat16)
+    matrix, _ = coded("rows", 24, 288, torch.bfloat16)
     scales = torch.rand(24, 288 // group).bfloat16()
     packing = replace(matrix.packing, block=(1, group), offset=offset)
     matrix = replace(matrix, packing=packing, scales=scales)
@@ -129,7 +101,7 @@ def test_any_groups_and_offsets_of_int4_are_exact(kernels, group, offset, dtype)
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "plain"])
 def test_a_row_has_the_same_bits_in_any_company(kernels, kind):
-    matrix = random_matrix(kind, 80, 2080, torch.bfloat16)
+    matrix, _ = coded(kind, 80, 2080, torch.bfloat16)
     n_rows = 32 if kind == "plain" else 128
     x = torch.randn(n_rows, 2080).bfloat16()
     full = multiplied(kernels, x, matrix)
@@ -138,12 +110,12 @@ def test_a_row_has_the_same_bits_in_any_company(kernels, kind):
 
 
 def test_other_shapes_are_left_to_dequantising() -> None:
-    matrix = random_matrix("rows", 16, 64, torch.bfloat16)
+    matrix, _ = coded("rows", 16, 64, torch.bfloat16)
     narrow_groups = replace(matrix, packing=replace(matrix.packing, block=(1, 16)))
     assert not serves_few_rows(torch.zeros(1, 64), matrix)
     for n_rows, width, other in (
         (129, 64, matrix), (33, 64, narrow_groups),
-        (1, 33, random_matrix("plain", 16, 33, torch.bfloat16)),
+        (1, 33, coded("plain", 16, 33, torch.bfloat16)[0]),
     ):  # fmt: skip
         assert not serves_few_rows(torch.zeros(n_rows, width).bfloat16(), other)
 
@@ -163,25 +135,15 @@ def random_stack(kind: str, n: int, device: str) -> tuple[Any, list[torch.Tensor
     if kind == "dense":
         matrices = [torch.randn(24, 96).bfloat16() for _ in range(n)]
         return apart(matrices).to(device), [matrix.double() for matrix in matrices]
-    coded = [random_matrix(kind, 24, 96, torch.bfloat16) for _ in range(n)]
-    codes = [
-        matrix.codes.view(torch.uint8).roll(i, 0).view(matrix.codes.dtype)
-        for i, matrix in enumerate(coded)
-    ]
-    scales = [matrix.scales.roll(i, 1) for i, matrix in enumerate(coded)]
-    points = coded[0].zeros
-    zeros = [points and replace(points, codes=points.codes.roll(i, 1)) for i in range(n)]
-    values = [
-        values_of(replace(coded[0], codes=a, scales=b, zeros=c)).bfloat16().double()
-        for a, b, c in zip(codes, scales, zeros, strict=True)
-    ]
+    matrices, values = zip(*(coded(kind, 24, 96, torch.bfloat16) for _ in range(n)), strict=True)
+    zeros = [matrix.zeros.codes for matrix in matrices if matrix.zeros]
     stack = replace(
-        coded[0],
-        codes=apart(codes).to(device),
-        scales=apart(scales).to(device),
-        zeros=points and replace(points, codes=apart([z.codes for z in zeros if z]).to(device)),
+        matrices[0],
+        codes=apart([matrix.codes for matrix in matrices]).to(device),
+        scales=apart([matrix.scales for matrix in matrices]).to(device),
+        zeros=replace(matrices[0].zeros, codes=apart(zeros).to(device)) if zeros else None,
     )
-    return stack, values
+    return stack, [part.bfloat16().double() for part in values]
 
 
 @pytest.mark.parametrize(("kind", "counts"), [

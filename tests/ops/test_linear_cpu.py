@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.coded_matrices import KINDS, assert_equal, case, random_blocks
+from support.coded_matrices import (
+    FLOAT8_BLOCK,
+    KINDS,
+    assert_equal,
+    case,
+    random_blocks,
+    random_matrix,
+    values_of,
+)
 from torch import Tensor
 
 from offload_rt.ops import cpu, linear_cpu
@@ -62,13 +70,8 @@ def block_matrix(name: str, seed: int) -> tuple[BlockMatrix, Tensor]:
     return BlockMatrix(shape, blocks, name), values
 
 
-def random_codes(*shape: int) -> Tensor:
-    return torch.randint(-(1 << 31), (1 << 31) - 1, shape).int()
-
-
 def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
-    """Random 4-bit codes in groups that the library decodes in registers, and their values by the
-    reference.
+    """Random codes in groups that the library decodes in registers, and their values.
 
     n_in   a multiple of the block
     dtype  of the scales, where the format leaves a choice
@@ -84,46 +87,19 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
         return BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name), values
     order, group = name.split("-")
     size = int(group)
-    if order in ("int8", "float8", "rows8"):
-        codes = torch.randint(0, 256, (n_out, n_in)).byte()
-        if order == "float8":
-            codes = (codes & 0xBF).view(torch.float8_e4m3fn)  # finite
-        codes = {"int8": codes.view(torch.int8), "rows8": codes.view(torch.int32)}.get(order, codes)
-        is_rows = order == "rows8"
-        block = (128 if order == "float8" else 1, size)
-        packing = Packing("rows" if is_rows else "plain", 8, block, 128 if is_rows else 0)
-        scales = torch.randn(-(-n_out // block[0]), -(-n_in // size)).to(dtype)
-        matrix = CodedMatrix((n_out, n_in), packing, codes, scales, None, None, dtype)
-        values = torch.empty(n_out, n_in)
-        reference_dequantize(codes, matrix.float_scales(), None, None, packing, values)
-        return matrix, values
-    bytes_ = torch.randint(0, 256, (n_out, n_in // 2)).byte()
-    zeros = None
-    product = dtype
+    packing, zeros = {
+        "int8": (Packing("plain", 8, (1, size)), None),
+        "float8": (Packing("plain", 8, FLOAT8_BLOCK), None),
+        "rows8": (Packing("rows", 8, (1, size), 128), None),
+        "rows": (Packing("rows", 4, (1, size), 8), None),
+        "columns": (Packing("columns", 4, (size, 1)), "rows"),
+        "awq": (Packing("awq", 4, (size, 1)), "awq"),
+    }.get(order) or (Packing(order, 4, (1, size)), None)
+    matrix, values = random_matrix(packing, (n_out, n_in), dtype, zeros)
     if order == "e2m1":
-        packing = Packing(order, 4, (1, size))
-        codes, product = bytes_, torch.float32
-        scales = torch.randint(0, 250, (n_out, n_in // size)).byte()
-    elif order == "nf4":
-        packing = Packing(order, 4, (1, size))
-        codes, product = bytes_, torch.float32
-        scales = torch.randn(n_out, n_in // size)
-    elif order == "rows":
-        packing = Packing(order, 4, (1, size), 8)
-        codes = random_codes(n_out, n_in // 8)
-        scales = torch.randn(n_out, n_in // size).to(dtype)
-    else:
-        packing = Packing(order, 4, (size, 1))
-        is_awq = order == "awq"
-        codes = random_codes(n_in, n_out // 8) if is_awq else random_codes(n_in // 8, n_out)
-        scales = torch.randn(n_in // size, n_out).to(dtype)
-        codes_of_zeros = random_codes(n_in // size, n_out // 8)
-        zeros = ZeroCodes(codes_of_zeros, "awq" if is_awq else "rows", 0 if is_awq else 1)
-    matrix = CodedMatrix((n_out, n_in), packing, codes, scales, zeros, None, product)
-    stored = torch.empty((n_in, n_out) if matrix.is_transposed else (n_out, n_in))
-    arguments = codes, matrix.float_scales(), matrix.int_zeros(), None, packing
-    reference_dequantize(*arguments, stored)
-    return matrix, stored.T if matrix.is_transposed else stored
+        matrix = replace(matrix, scales=torch.randint(0, 250, matrix.scales.shape).byte())
+        values = values_of(matrix)
+    return matrix, values
 
 
 # Orders with group sizes, and types of GGUF.

@@ -34,7 +34,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import PairStats
-from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # Copying
 
@@ -101,17 +101,6 @@ def test_copied_continuation_adds_only_missing_nodes(n, seed, copied, n_nodes):
     whole = paths_of(tree) | {tuple(copied[: k + 1]) for k in range(len(copied))}
     assert paths_of(appended) <= whole and len(paths_of(appended)) == len(appended.topology) - 1
     assert paths_of(appended) == whole or len(appended.topology) == max(n, n_nodes)
-
-
-def test_copied_continuation_beside_sampled_children_is_deterministic():
-    sampled = SampledNodes(
-        np.array([False, True, True]), torch.full((1, 4), 0.25), np.array([0, -1, -1])
-    )
-    tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([0, 1, 2]), sampled)
-    appended = append_ngram(tree, (3, 1), 9)
-    assert appended.topology.parents.tolist() == [-1, 0, 0, 0, 3]
-    assert appended.sampled.is_sampled.tolist() == [False, True, True, False, False]
-    assert appended.sampled.row_of.tolist() == [0, -1, -1, -1, -1]
 
 
 # Drawing

@@ -51,12 +51,6 @@ def result(rule: str, name: str) -> tuple[float, float]:
     return float((probs - target.continuations(())).abs().max()), expected
 
 
-@cache
-def languages_of_controls() -> tuple[Language, Language]:
-    """Target and draft without impossible tokens, so that every fault can occur."""
-    return Language(1, p_impossible=0.0), Language(2, p_impossible=0.0)
-
-
 def error(outcomes: Outcomes, trees: Trees, target: Language) -> float:
     probs, _ = distribution_under(outcomes, trees, target)
     return float((probs - target.continuations(())).abs().max())
@@ -180,7 +174,8 @@ def by_number(
 @pytest.mark.parametrize("name", ["siblings", "without replacement", "hybrid"])
 @pytest.mark.parametrize("wrong", [bonus_of_the_target, probs_before, one_number])
 def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
-    target, draft = languages_of_controls()
+    # Without impossible tokens, so that every fault can occur.
+    target, draft = (Language(seed, p_impossible=0.0) for seed in (1, 2))
     assert error(wrong(load_rule(rule)), RECIPES[name].trees(draft), target) > 1e-3
 
 

@@ -6,11 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload_rt.ops.dequantize import BLOCKS, ORDERS, Order, Packing
+from offload_rt.ops.dequantize import (
+    BLOCKS,
+    ORDERS,
+    CodedMatrix,
+    Order,
+    Packing,
+    ZeroCodes,
+    reference_dequantize,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = (*ORDERS, "float8")
 WORDS = {"plain": torch.int8, "e2m1": torch.uint8, "nf4": torch.uint8, "float8": torch.uint8}
+FLOAT8_BLOCK = (128, 128)
 
 
 def case(
@@ -48,6 +57,49 @@ def case(
         groups = torch.randint(n_groups, (n,), generator=generator, dtype=torch.int32)
     scales = scales if kind == "nf4" else scales.to(FLOATS[seed % 5 % 3])
     return codes, scales, zeros, groups, packing, shape
+
+
+def random_words(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Integers of any bits."""
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max + 1, shape).to(dtype)
+
+
+def random_matrix(
+    packing: Packing, shape: tuple[int, int], dtype: torch.dtype, zeros: Order | None = None
+) -> tuple[CodedMatrix, Tensor]:
+    """Return random codes with scales of about 1, and their values by the reference.
+
+    Plain codes in blocks of FLOAT8_BLOCK are float8.
+    shape  outputs and inputs, multiples of the block
+    dtype  of the scales, where the format leaves a choice
+    zeros  order of random zero points
+    """
+    order = packing.order
+    stored = shape[::-1] if packing.is_transposed else shape
+    codes = random_words(WORDS.get(order, torch.int32), *packing.code_shape(*stored))
+    if packing.block == FLOAT8_BLOCK:
+        codes = (codes & ~0x40).view(torch.float8_e4m3fn)  # finite
+    grid = [-(-n // size) for n, size in zip(stored, packing.block, strict=True)]
+    product = torch.float32 if order in ("e2m1", "nf4") else dtype
+    scales = torch.randn(grid).to(product)
+    if order == "e2m1":
+        scales = torch.randint(118, 128, grid).byte()
+    points = None
+    if zeros is not None:
+        words = Packing(zeros, packing.bits, (1, 1)).code_shape(*grid)
+        plus_one = int(packing.bits == 4 and zeros != "awq")
+        points = ZeroCodes(random_words(WORDS.get(zeros, torch.int32), *words), zeros, plus_one)
+    matrix = CodedMatrix(shape, packing, codes, scales, points, None, product)
+    return matrix, values_of(matrix)
+
+
+def values_of(matrix: CodedMatrix) -> Tensor:
+    """Return the values of a matrix without groups by the reference, (outputs, inputs) float32."""
+    stored = torch.empty(matrix.shape[::-1] if matrix.is_transposed else matrix.shape)
+    scales, zeros = matrix.float_scales(), matrix.int_zeros()
+    reference_dequantize(matrix.codes, scales, zeros, None, matrix.packing, stored)
+    return stored.T if matrix.is_transposed else stored
 
 
 def packed_zeros(zeros: Tensor, order: Order, bits: int) -> Tensor:
