@@ -334,7 +334,7 @@ def law(compiler, model, prompt):
     return law
 
 
-# Of the rules with residuals one: test_grammar_trees.py enumerates all of them.
+# Of the rules with residuals one: test_drawn_trees.py enumerates all of them.
 @pytest.mark.parametrize("rule", ["match", "traversal", "coupled"])
 def test_sampled_answers_have_the_law_of_masked_plain_sampling(
     llm, compiler, pair, monkeypatch, rule

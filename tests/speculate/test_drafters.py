@@ -283,6 +283,28 @@ def test_text_is_read_as_far_as_rows_may_pay(row_s, n_most, monkeypatch):
     assert len(read) == 5
 
 
+@pytest.mark.parametrize("level_s", [0.05, 0.2, 0.4])
+def test_rounds_end_when_they_cost_more_than_they_gain(level_s):
+    """Each node has one child, whose chance is 0.8. A pass lasts a second."""
+    state = GrowingRows()
+    cost = RoundCost(level_s, np.ones(40))
+    text = text_below(lambda path: {})
+    builder = DynamicTreeBuilder(state, (40, 40, 40), 0.0, Unchanged(), text, cost)
+    n_rounds, expected, chance = 0, 1.0, 1.0
+    pays = True
+    while pays:
+        state.n_done = len(state.paths)
+        child = torch.tensor([[1]], dtype=torch.int32), torch.tensor([[0.8]]).view(torch.int32)
+        builder.extend(torch.cat(child, 1))
+        n_rounds += 1
+        chance *= 0.8
+        expected += chance
+        seconds = 1 + n_rounds * level_s
+        pays = (expected + chance) / (seconds + level_s) >= expected / seconds
+        assert (len(state.paths) > state.n_done) == pays
+    assert 1 < n_rounds < 20
+
+
 class Unchanged(Estimates):
     """Estimates that take a draft's probabilities as they are."""
 

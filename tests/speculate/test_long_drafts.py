@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.texts import assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
     after_start,
     assert_continued,
@@ -12,11 +11,9 @@ from support.tiny import (
     drafter_of,
     generate,
     logits_of,
-    nearly,
     open_llm,
     prefill,
     prompt_of,
-    save_pair,
 )
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
@@ -32,7 +29,7 @@ from offload_rt.executor.step import Step
 from offload_rt.kv.sparse import RetrievalCache, SnapKVCache, WindowCache
 from offload_rt.speculate.draft.triforce import TriForce
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.select import drafter_type, load_rule, pick_drafter
+from offload_rt.speculate.select import drafter_type, pick_drafter
 from offload_rt.tree.topology import Topology
 
 BUDGET = 64
@@ -232,46 +229,7 @@ def test_view_restarts_after_an_unfinished_selection(zoo, pair):
         assert runner.rewind(id, tokens[:-1]) == N - 1 == view.n_committed
 
 
-# Sampled: the same distribution of whole texts
-
-N_NEW = 4
-N_DRAWS = 400
-# That the texts of coupled do not depend on the drafter is shown in test_coupled.py.
-RULES = [("self_retrieval", "specinfer"), ("triforce", "traversal")]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A model of three tokens, none of them sure, with a draft that is far off."""
-    model = small_model(3, n_layers=1, sureness=0.5)
-    return save_pair(tmp_path_factory.mktemp("small"), model, nearly(model, 0.3))
-
-
-@pytest.fixture(scope="module")
-def exact(small):
-    """A text beyond the budget and the probability of each continuation."""
-    prompt = prompt_of(3, 45, 3)
-    params = {"temperature": 0.8, "top_p": 0.95}
-    return prompt, params, exact_distribution(small.model, prompt, SamplingParams(**params), N_NEW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), RULES)
-def test_joint_distribution_of_sampled_tokens(small, exact, name, rule):
-    prompt, params, probs = exact
-    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
-        drafter = drafter_of(llm, name, rule, DraftLimits(6, 4, fixed_size=True, fixed_depth=True))
-        texts = []
-        for first in range(0, N_DRAWS, 100):
-            several = [
-                SamplingParams(N_NEW, seed=seed, **params) for seed in range(first, first + 100)
-            ]
-            batch = [Sequence(list(prompt), sampling, 64) for sampling in several]
-            texts += run_together(llm.engine.runner, drafter, load_rule(rule), batch, 6)
-            assert any(sequence.stats.n_passes < N_NEW for sequence in batch), (
-                "nothing was accepted"
-            )
-    assert_distribution(texts, probs)
+# TriForce: its chains are enumerated in test_drawn_trees.py
 
 
 def proposals(llm, drafter, sequences, monkeypatch):

@@ -1,23 +1,34 @@
 """Drawn trees beside a grammar or a copied text, over all draws: the exact distribution."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from support.languages import VOCABULARY, Draw, Language, distribution_under, every_run, outcomes
+from support.languages import (
+    VOCABULARY,
+    Draw,
+    Language,
+    decisions,
+    distribution_under,
+    every_run,
+    outcomes,
+)
 from support.tiny import exact_draws, sequence_of
 from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.sampling import rejected
 from offload_rt.speculate import child_sampling
+from offload_rt.speculate.draft import triforce
 from offload_rt.speculate.ngrams import append_ngram
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState, select_tokens
-from offload_rt.tree.topology import DraftTree, Topology
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 
 class Letters:
@@ -55,26 +66,54 @@ class MaskedLanguage(Language):
         return probs / probs.sum()
 
 
-def grown(
-    topology: Topology,
-    kind: str,
-    draft: Language,
-    grammar: Letters | None,
-    copied: tuple[int, ...] = (),
-) -> DraftTree:
-    """Grow a tree as a draft model does, and append a copied text."""
+def new_state(grammar: Letters | None = None) -> TreeState:
+    """Return the state of a tree below an empty text."""
     sequence = sequence_of(0)
     sequence.grammar = grammar
     state = TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
     state.clear(0)
-    builder = StaticTreeBuilder(state, StaticTree(topology, 1.0, kind, 1.0, copied), Acceptance())
+    return state
+
+
+def grow(
+    builder: StaticTreeBuilder,
+    draft: Language,
+    text: tuple[int, ...] = (),
+    guess: Callable[[], None] = lambda: None,
+) -> DraftTree:
+    """Grow a tree below a text as a draft model does.
+
+    guess  may add rows to the next pass
+    """
+    state = builder.state
     while len(state.tokens) > state.n_done:
+        guess()
         paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
-        logits = torch.stack([draft.after(path).log() for path in paths[state.new_rows]])
-        selected = select_tokens(builder, logits)
+        logits = [draft.after((*text, *path)).log() for path in paths[state.new_rows]]
+        selected = select_tokens(builder, torch.stack(logits))
         state.computed()
         builder.extend(selected)
-    return append_ngram(builder.tree(0), builder.copied, len(topology) + len(copied))
+    return builder.tree(0)
+
+
+def drawn_children(draw: Draw, kind: str) -> Callable[..., Tensor]:
+    """Replace a function of `child_sampling` by a draw from all its outcomes."""
+
+    def children(probs: Tensor, n: int, _: object, excluded: Tensor | None = None) -> Tensor:
+        struck = torch.zeros_like(probs) if excluded is None else excluded
+        rows = [
+            exact_draws(row.double().numpy(), n, kind == "independent", tokens.nonzero()[:, 0])
+            for row, tokens in zip(probs, struck, strict=True)
+        ]
+        chosen = itertools.product(*(row.items() for row in rows))
+        return torch.tensor(
+            draw(
+                ([tokens for tokens, _ in each], float(np.prod([q for _, q in each])))
+                for each in chosen
+            )
+        )
+
+    return children
 
 
 def every_tree(
@@ -85,29 +124,52 @@ def every_tree(
     copied: tuple[int, ...] = (),
 ) -> Iterator[tuple[DraftTree, float]]:
     """Every tree that the draws can lead to, with its probability."""
+    plan = StaticTree(topology, 1.0, kind, 1.0, copied)
 
     def run(draw: Draw) -> DraftTree:
-        def children(probs: Tensor, n: int, _: object, excluded: Tensor | None = None) -> Tensor:
-            struck = torch.zeros_like(probs) if excluded is None else excluded
-            rows = [
-                exact_draws(row.double().numpy(), n, kind == "independent", tokens.nonzero()[:, 0])
-                for row, tokens in zip(probs, struck, strict=True)
-            ]
-            chosen = itertools.product(*(row.items() for row in rows))
-            return torch.tensor(
-                draw(
-                    ([tokens for tokens, _ in each], float(np.prod([q for _, q in each])))
-                    for each in chosen
-                )
-            )
-
+        builder = StaticTreeBuilder(new_state(grammar), plan, Acceptance())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(child_sampling, kind, children)
-            return grown(topology, kind, draft, grammar, copied)
+            patch.setattr(child_sampling, kind, drawn_children(draw, kind))
+            tree = grow(builder, draft)
+        return append_ngram(tree, builder.copied, len(topology) + len(copied))
 
     return every_run(run)
 
 
+def every_chain(
+    n: int, middle: Language, small: Language, n_guesses: int
+) -> Iterator[tuple[DraftTree, float]]:
+    """Every chain of TriForce, with its probability: `small` guesses for `middle`."""
+    kind = "without_replacement"
+
+    def run(draw: Draw) -> DraftTree:
+        def verify(tree: DraftTree, target: Tensor, _: object) -> Verdict:
+            ends = decisions(TRIFORCE_RULE.decide, tree, target)
+            end, bonus = draw(
+                ((decision.end, bonus), p * q)
+                for decision, p in ends
+                for bonus, q in enumerate(decision.probs.tolist())
+            )
+            return Verdict(tuple(tree.topology.path_to(end)), bonus)
+
+        def guess() -> None:
+            path, n_left = builder.tip(n_guesses)
+            if n_left > 0:
+                guesses = StaticTree(Topology.chain(1 + n_left), 1.0, kind, 1.0)
+                guessing = StaticTreeBuilder(new_state(), guesses, Acceptance())
+                builder.guess(grow(guessing, small, tuple(path)))
+
+        plan = StaticTree(Topology.chain(n), 1.0, kind, 1.0)
+        builder = triforce.ResampledChainBuilder(new_state(), plan, Acceptance())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(child_sampling, kind, drawn_children(draw, kind))
+            patch.setattr(triforce, "_RULE", SimpleNamespace(verify=verify))
+            return grow(builder, middle, guess=guess)
+
+    return every_run(run)
+
+
+TRIFORCE_RULE = triforce._RULE
 RULES = ["specinfer", "sequoia", "traversal"]
 SHAPES = {"siblings": [-1, 0, 0], "levels": [-1, 0, 0, 1, 1, 2]}
 
@@ -131,14 +193,14 @@ def test_distribution_of_pruned_trees_equals_masked_plain_sampling(rule, shape):
     assert (len(sizes) > 1) == (chosen.child_sampling == "without_replacement")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "n_seeds"), [("specinfer", 1), ("sequoia", 6), ("traversal", 6)])
 @pytest.mark.parametrize("copied", [(0,), (2, 1)])
-def test_copied_tokens_beside_drawn_children_keep_the_distribution(rule, copied):
+def test_copied_tokens_beside_drawn_children_keep_the_distribution(rule, n_seeds, copied):
     """A likely token is left to sampling. Copies do not depend on the drawn tokens."""
     chosen = load_rule(rule)
     topology = Topology(np.array(SHAPES["levels"]))
     n_copied = set()
-    for seed in range(8):
+    for seed in range(n_seeds):
         draft, target = Language(2 * seed + 1), Language(2 * seed)
         trees = [*every_tree(topology, chosen.child_sampling, draft, None, copied)]
         assert sum(p for _, p in trees) == pytest.approx(1)
@@ -148,6 +210,21 @@ def test_copied_tokens_beside_drawn_children_keep_the_distribution(rule, copied)
         probs, _ = distribution_under(outcomes(chosen), trees, target)
         assert float((probs - target.continuations(())).abs().max()) < 1e-6
     assert n_copied == ({0} if rule == "specinfer" else {0, len(copied)})
+
+
+@pytest.mark.parametrize("n_guesses", [0, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_chain_of_triforce_has_the_stated_distribution(seed, n_guesses):
+    middle, small = Language(2 * seed), Language(2 * seed + 1)
+    chances: Counter[tuple[int, ...]] = Counter()
+    for tree, p in every_chain(4, middle, small, n_guesses):
+        path = tuple(tree.path_to(3))
+        chances[path] += p
+        stated = torch.stack([middle.after(path[:i]) for i in range(3)])
+        torch.testing.assert_close(tree.sampled.draft_probs.double(), stated, atol=1e-6, rtol=0)
+    for path in itertools.product(range(VOCABULARY), repeat=3):
+        exact = np.prod([float(middle.after(path[:i])[path[i]]) for i in range(3)])
+        assert chances[path] == pytest.approx(exact, abs=1e-6)
 
 
 def test_masks_of_any_width_are_unpacked():
