@@ -29,7 +29,7 @@ venv: .venv/installed .venv/kernels
 .venv/compared: .venv/installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[dev,compare]"
 	npm install --silent --prefix build/node node-llama-cpp@3.22.1
-	-TORCH_EXTENSIONS_DIR=build/torch-extensions PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m bench.compare.peers.deepspeed_nvme
+	-TORCH_EXTENSIONS_DIR=build/torch-extensions PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) -m bench.compare.peers.deepspeed
 	touch $@
 
 # After the install, whose isolated build has no torch; without nvcc this says so and plain torch serves.

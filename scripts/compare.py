@@ -125,7 +125,7 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
     """All rounds of all peers. A peer that fails is not run again and has a reason instead of
     figures.
     """
-    reasons = {name: contract.refusal(contract.find(name)) for name in peers}
+    reasons = {name: contract.find(name).refusal() for name in peers}
     results = Results(
         {}, {name: [] for name in peers}, {name: why for name, why in reasons.items() if why}
     )
@@ -143,7 +143,7 @@ def run_all(course: Course, peers: Sequence[str]) -> Results:
 def _take_turn(name: str, course: Course, i: int, results: Results) -> None:
     drop_from_page_cache(course.job.plain)
     job, cgroup = course.job, course.cgroup
-    if course.small and getattr(contract.find(name), "LIMITED", False):
+    if course.small and contract.find(name).limited:
         cgroup, limit = course.small
         job = replace(job, limit=limit)
         # Pages that another process read are charged to its group.
@@ -356,7 +356,7 @@ def ratios(results: Results, rate: Callable[[Run], float]) -> dict[str, dict[str
     n_rounds = max(map(len, results.runs.values()), default=0)
     rates = {name: [rate(run) for run in runs] for name, runs in results.runs.items()}
     kinds = {
-        name: contract.find(name).DRAFTS
+        name: contract.find(name).drafts
         for name, runs in results.runs.items()
         if len(runs) == n_rounds > 0
     }
@@ -389,11 +389,11 @@ def _print(rows: Sequence[Row], results: Results, said: Mapping[str, Any]) -> No
         if runs and name not in results.reasons:
             decode = Spread.of([decode_rate(run) for run in runs])
             prompt = Spread.of([run.prompt_s for run in runs])
-            print(f"{contract.find(name).TITLE}: decode {decode} tokens/s, prompt {prompt} s")
+            print(f"{contract.find(name).title}: decode {decode} tokens/s, prompt {prompt} s")
     for what, rate in (("decode", decode_rate), ("prompt", prompt_rate)):
         for ours, others in ratios(results, rate).items():
             for name, values in others.items():
-                titles = contract.find(ours).TITLE, contract.find(name).TITLE
+                titles = contract.find(ours).title, contract.find(name).title
                 print(f"{what}: {titles[0]} {Spread.of(values)} times as fast as {titles[1]}")
 
 

@@ -1,12 +1,16 @@
 """Tiers behind a link of a fixed rate, to measure without the noise of a disk."""
 
+import argparse
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
+from bench.common.checkpoints import expanded_model
+from offload_rt.config import EngineConfig, parse_size
 from offload_rt.kv.cache import RowRange
 from offload_rt.kv.split import KVSplit
 from offload_rt.llm import LLM
@@ -15,6 +19,7 @@ from offload_rt.offload.offloaded_rows import FileRows
 from offload_rt.offload.sidecar import SidecarTier
 from offload_rt.offload.streamer import Streamer
 from offload_rt.offload.tier import Read, Tier
+from offload_rt.speculate.select import Drafting
 from offload_rt.weights.layout import Layout
 
 # Queued parts of a link: the current and the next. A link with a single part idles until a thread
@@ -80,6 +85,32 @@ def pace(llm: LLM, gbps: float) -> None:
     experts = files.experts and _PacedDisk(files.experts, link)
     files = replace(files, disk=_PacedDisk(files.disk, link), experts=experts)
     llm.spec = replace(llm.spec, files=files)
+
+
+def open_paced(config: EngineConfig, gbps: float, drafting: Drafting | None = None) -> LLM:
+    """Load a model whose disk is behind a link of this rate; at 0 without the link."""
+    llm = LLM.open(config, drafting)
+    if gbps:
+        pace(llm, gbps)
+    llm.load()
+    return llm
+
+
+def open_expanded(flags: argparse.Namespace, **settings: Any) -> LLM:
+    """Load the demo target of `--size` with half of it as budget, or resident at `--gbps` 0."""
+    nbytes = parse_size(flags.size)
+    memory = nbytes // 2 if flags.gbps else 2 * nbytes
+    model = str(expanded_model(flags.size))
+    config = EngineConfig(model, device_memory=memory, device="cpu", **settings)
+    return open_paced(config, flags.gbps)
+
+
+def open_streamed(config: EngineConfig, gbps: float, n_slots: int) -> LLM:
+    """Load a model with memory for `n_slots` layers only."""
+    with LLM.open(config) as unloaded:
+        plan = unloaded.plan
+    memory = plan.reserved.total + plan.link.buffer + n_slots * plan.slot_nbytes
+    return open_paced(replace(config, device_memory=memory), gbps)
 
 
 class PacedRows(FileRows):

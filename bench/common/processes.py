@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,33 @@ def run_json(
     return ProcessRun(
         json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak
     )
+
+
+class Worker:
+    """A process of a bench module that answers lines of JSON by lines of JSON."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+
+    def ask(self, *job: object) -> Any:
+        """Return the answer to a job."""
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def worker(module: str) -> Iterator[Worker]:
+    """Start `python -m <module>`, which calls `answer_jobs`."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", module]
+    with family(subprocess.Popen(command, cwd=ROOT, **pipes)) as process:
+        yield Worker(process)
+
+
+def answer_jobs(work: Callable[..., object]) -> None:
+    """Execute the jobs of stdin line by line."""
+    for line in sys.stdin:
+        print(json.dumps(work(*json.loads(line))), flush=True)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """Job and report of a peer."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
-from types import ModuleType
 from typing import Protocol
 
 
@@ -125,22 +125,46 @@ class Report:
         return cls(**raw | {"supply": Supply(**raw["supply"]), "answers": answers})
 
 
+@dataclass(frozen=True)
+class System:
+    """A system to compare.
+
+    title     what a reader calls it
+    load      loads the model of a job
+    packages  it needs, by the names they are imported by
+    drafts    whether it drafts tokens with the job's draft model: it is compared with those that do
+    unfit     why it cannot run on this machine although they are installed; None where it can
+    limited   runs in a control group with a memory limit
+    """
+
+    title: str
+    load: Callable[[Job], Peer]
+    packages: tuple[str, ...] = ()
+    drafts: bool = False
+    unfit: Callable[[], str | None] = lambda: None
+    limited: bool = False
+
+    def refusal(self) -> str | None:
+        """Why it cannot run here; None where it can."""
+        missing = [name for name in self.packages if find_spec(name) is None]
+        return f"not installed: {', '.join(missing)}" if missing else self.unfit()
+
+
+def _modules() -> list[str]:
+    folder = import_module("bench.compare.peers").__path__
+    return [module.name for module in iter_modules(folder) if module.name != "__main__"]
+
+
+def _peers(module: str) -> dict[str, System]:
+    return import_module(f"bench.compare.peers.{module}").PEERS
+
+
 def names() -> tuple[str, ...]:
-    """All peers, sorted; a leading underscore marks a shared part."""
-    modules = (
-        module.name for module in iter_modules(import_module("bench.compare.peers").__path__)
-    )
-    return tuple(sorted(name for name in modules if not name.startswith("_")))
+    """All peers, sorted."""
+    return tuple(sorted(name for module in _modules() for name in _peers(module)))
 
 
-def find(name: str) -> ModuleType:
-    """The module of a peer."""
-    return import_module(f"bench.compare.peers.{name}")
-
-
-def refusal(peer: ModuleType) -> str | None:
-    """Why a peer cannot run here; None where it can."""
-    missing = [name for name in peer.PACKAGES if find_spec(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    return peer.unfit() if hasattr(peer, "unfit") else None
+def find(name: str) -> System:
+    """Return a peer; imports its module only."""
+    module = next(module for module in _modules() if name.startswith(module))
+    return _peers(module)[name]

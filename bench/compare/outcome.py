@@ -120,7 +120,7 @@ class Row:
     @property
     def drafts(self) -> bool:
         """Whether it drafts tokens: only such systems are compared with one another."""
-        return contract.find(self.name).DRAFTS
+        return contract.find(self.name).drafts
 
     def entry(self) -> dict[str, object]:
         """For the JSON line."""
@@ -158,7 +158,7 @@ def rows(
     expected = [run.token_ids for run in runs.get(reference, ())]
     compared = [
         (
-            Row(name, contract.find(name).TITLE, reason=reasons[name])
+            Row(name, contract.find(name).title, reason=reasons[name])
             if name in reasons
             else _row(name, runs[name], gbps, expected)
         )
@@ -181,7 +181,7 @@ def _row(
     n_tokens = sum(len(run.token_ids) for run in runs)
     return Row(
         name,
-        contract.find(name).TITLE,
+        contract.find(name).title,
         source=supply.source,
         seconds_per_token=Spread.of([run.seconds_per_token for run in runs]),
         # A disk's rate changes from round to round; at its best rate, no round's figure is below

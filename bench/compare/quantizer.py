@@ -4,7 +4,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from bench.compare.peers._llama_cpp import PACKAGE
+from bench.compare.peers.llama_cpp import PACKAGE
 
 # Values of `llama_ftype`. A type with the suffix M mixes types by matrix.
 TYPES = {

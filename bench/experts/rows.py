@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from bench.common.checkpoints import DRAFT, no_pair_stats
 from bench.common.measure import Benchmark, Spread
-from bench.common.pacing import pace
+from bench.common.pacing import open_paced
 from bench.common.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
@@ -84,11 +84,8 @@ def open_size(folder: Path, n_rows: int, memory: int, gbps: float) -> LLM:
     settings |= {"device_memory": memory} if gbps else {}
     plain = {"drafter": "none"}
     drafts = plain if n_rows == PLAIN else {"draft_model": DRAFT, "tree_size": n_rows or None}
-    llm = LLM.open(EngineConfig(str(folder), **settings, **drafts))
-    if gbps:
-        assert llm.spec.files.experts is not None, "the plan loads experts on demand"
-        pace(llm, gbps)
-    llm.load()
+    llm = open_paced(EngineConfig(str(folder), **settings, **drafts), gbps)
+    assert not gbps or llm.spec.files.experts, "the plan loads experts on demand"
     return llm
 
 

@@ -2,12 +2,10 @@
 and values on the host.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.common.measure import ROOT
+from bench.common.processes import run_python
 from bench.gpu.shapes import TARGET, written
 from bench.gpu.streamed import Shapes, link_gbps, measure_passes
 
@@ -46,15 +44,6 @@ def quantized(model: Path, format: str) -> Path:
     """Quantise a checkpoint beside it, unless it is there."""
     out = model.with_name(f"{model.name}-{format}")
     if not out.exists():
-        command = [
-            sys.executable,
-            "scripts/quantize.py",
-            str(model),
-            str(out),
-            "--format",
-            format,
-            "--group-size",
-            "128",
-        ]
-        subprocess.run(command, cwd=ROOT, check=True)
+        flags = ("--format", format, "--group-size", "128")
+        run_python("scripts/quantize.py", str(model), str(out), *flags)
     return out

@@ -12,6 +12,7 @@ from statistics import median
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.compare.peers.deepspeed import ALONE
 from bench.gpu.shapes import BUDGET, TARGET, written
 from bench.gpu.timing import CARD
 from offload_rt.config import parse_size
@@ -106,13 +107,7 @@ def _deepspeed() -> dict[str, object]:
             "stage3_param_persistence_threshold": int(1e5),
         },
     }  # fmt: skip
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }
+    os.environ |= ALONE
     deepspeed.init_distributed("nccl")
     kept = HfDeepSpeedConfig(settings)  # transformers builds the model in parts while this is alive
     with deepspeed.zero.Init(config_dict_or_path=settings):

@@ -1,8 +1,6 @@
 """Models of any Llama shape with the functions of the demo pair: a few layers, and a filler."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -12,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.common.measure import ROOT
+from bench.common.processes import run_python
 from offload_rt import LLM
 from offload_rt.offload.placement import spread
 from offload_rt.offload.streamer import Streamer
@@ -41,12 +40,8 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
         else ROOT / "demo-cache"
     )
     out = home / f"offload_rt-{source.name}-{shape}"
-    subprocess.run(
-        [sys.executable, "scripts/expand.py", "--source", str(source), "--out", str(out), "--like",
-            shape,
-         "--layers", str(n_layers), *sizes],
-        cwd=ROOT, check=True,
-    )  # fmt: skip
+    flags = ("--like", shape, "--layers", str(n_layers), *sizes)
+    run_python("scripts/expand.py", "--source", str(source), "--out", str(out), *flags)
     return out
 
 

@@ -14,7 +14,6 @@ seconds to sharding by outputs.
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,11 +24,10 @@ from torch import Tensor
 
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import Benchmark, Spread, interleaved, timed
-from bench.common.pacing import pace
+from bench.common.pacing import open_streamed
 from bench.common.processes import run_json
 from offload_rt.config import EngineConfig
 from offload_rt.engine.link import sidecar_of
-from offload_rt.llm import LLM
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.mirrors import DirectFiles
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
@@ -47,14 +45,8 @@ def measure(model: str, gbps: float, n_passes: int) -> None:
     """Print the seconds of passes and the link bytes of a pass on rank 0."""
     settings = {"device": "cpu", "drafter": "none", "max_model_len": 128, "link_format": "raw"}
     config = EngineConfig(model, exact_parallel="RANK" in os.environ, **settings)
-    with LLM.open(config) as unloaded:
-        plan = unloaded.plan
-    memory = plan.reserved.total + N_SLOTS * plan.slot_nbytes
-    llm = LLM.open(replace(config, device_memory=memory))
-    pace(llm, gbps)
-    assert set(llm.plan.tiers) == {"disk"}, llm.plan.tiers
-    llm.load()
-    with llm:
+    with open_streamed(config, gbps, N_SLOTS) as llm:
+        assert set(llm.plan.tiers) == {"disk"}, llm.plan.tiers
         seconds = llm.time_plain(CONTEXT, n_passes)
     print(json.dumps({"seconds": seconds, "nbytes": llm.plan.streamed_nbytes}))
 

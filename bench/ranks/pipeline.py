@@ -18,7 +18,7 @@ import torch
 
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import Benchmark, Spread, interleaved
-from bench.common.pacing import pace
+from bench.common.pacing import open_paced
 from bench.common.processes import run_json
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
@@ -66,9 +66,7 @@ def main() -> None:
         memory = 3 * parse_size(flags.size) + (1 << 29)
         whole = closes.enter_context(LLM.from_config(config(model, memory)))
         budget = whole.plan.reserved.total + int(0.6 * sum(whole.plan.layer_nbytes))
-        streaming = closes.enter_context(LLM.open(config(model, budget)))
-        pace(streaming, flags.gbps)
-        streaming.load()
+        streaming = closes.enter_context(open_paced(config(model, budget), flags.gbps))
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         rank = ["-m", "bench.ranks.pipeline", "--rank-of", str(model), "--budget", str(budget)]
         works = {

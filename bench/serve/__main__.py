@@ -28,47 +28,36 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.common.checkpoints import TARGET, expanded_model
+from bench.common.checkpoints import TARGET
 from bench.common.measure import Benchmark, Spread
-from bench.common.pacing import pace
+from bench.common.pacing import open_expanded
 from bench.common.prompts import held_out_prompts
 from bench.serve.client import Client, Round, Server, client_process
 from bench.serve.load import Counts, load
 from bench.serve.serving import served, started
 from offload_rt import LLM
-from offload_rt.config import EngineConfig, parse_size
 
 
 def rounds_of_clients(
     client: Client, prompts: list[list[int]], flags: argparse.Namespace
 ) -> dict[str, list[Round]]:
     """Return rounds by number of clients."""
-    config = EngineConfig(
-        str(expanded_model(flags.size)),
-        drafter=flags.drafter,
-        device_memory=parse_size(flags.size) // 2,
-        max_model_len=128,
-        max_num_seqs=max(flags.clients),
-        device="cpu",
-    )
+    limits = {"max_model_len": 128, "max_num_seqs": max(flags.clients)}
     rounds: dict[str, list[Round]] = {}
-    with LLM.open(config) as llm:
-        pace(llm, flags.gbps)
-        llm.load()
-        with served(llm) as server:
-            client.send(server, prompts, flags.tokens, len(prompts))  # drafters learn
-            for _ in range(flags.rounds):
+    with open_expanded(flags, drafter=flags.drafter, **limits) as llm, served(llm) as server:
+        client.send(server, prompts, flags.tokens, len(prompts))  # drafters learn
+        for _ in range(flags.rounds):
+            llm.engine.reset_prefix_cache()
+            alone = client.send(server, prompts, flags.tokens)
+            rounds.setdefault("sequential", []).append(alone)
+            for n in flags.clients:
+                draw = random.Random(0)
+                rate = n * len(prompts) / alone.seconds
+                gaps = (draw.expovariate(rate) for _ in prompts[1:])
+                moments = list(accumulate(gaps, initial=0.0))
                 llm.engine.reset_prefix_cache()
-                alone = client.send(server, prompts, flags.tokens)
-                rounds.setdefault("sequential", []).append(alone)
-                for n in flags.clients:
-                    draw = random.Random(0)
-                    rate = n * len(prompts) / alone.seconds
-                    gaps = (draw.expovariate(rate) for _ in prompts[1:])
-                    moments = list(accumulate(gaps, initial=0.0))
-                    llm.engine.reset_prefix_cache()
-                    answers = client.send(server, prompts, flags.tokens, n, moments)
-                    rounds.setdefault(f"{n} clients", []).append(answers)
+                answers = client.send(server, prompts, flags.tokens, n, moments)
+                rounds.setdefault(f"{n} clients", []).append(answers)
     return rounds
 
 

@@ -1,9 +1,6 @@
 """OpenAI client process that sends prompts and times the answers."""
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +9,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from bench.common.measure import ROOT
-from bench.common.processes import family
+from bench.common.processes import Worker, answer_jobs, worker
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ async def send(
 class Client:
     """A process that executes `send`."""
 
-    process: subprocess.Popen
+    worker: Worker
 
     def send(
         self, server: Server, prompts: Sequence[Any], n_new: int, n_clients: int = 1,
@@ -96,27 +92,16 @@ class Client:
     ) -> Round:  # fmt: skip
         """Send prompts; without moments all at once."""
         moments = moments or [0.0] * len(prompts)
-        job = json.dumps([asdict(server), prompts, n_new, n_clients, moments])
-        print(job, file=self.process.stdin, flush=True)
-        answer = json.loads(self.process.stdout.readline())
+        answer = self.worker.ask(asdict(server), prompts, n_new, n_clients, moments)
         return Round(answer["seconds"], [Answer(**fields) for fields in answer["answers"]])
 
 
 @contextmanager
 def client_process() -> Iterator[Client]:
     """Start a client process."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-m", "bench.serve.client"]
-    with family(subprocess.Popen(command, cwd=ROOT, **pipes)) as process:
+    with worker("bench.serve.client") as process:
         yield Client(process)
 
 
-def main() -> None:
-    """Execute jobs of stdin line by line."""
-    for line in sys.stdin:
-        server, *job = json.loads(line)
-        print(json.dumps(asdict(asyncio.run(send(Server(**server), *job)))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_jobs(lambda server, *job: asdict(asyncio.run(send(Server(**server), *job))))

@@ -1,6 +1,6 @@
 """How much time does a grammar add to a pass?
 
-    python -m bench.serve.grammar [--size 600MB] [--gbps 0.5] [--resident] [--nodes 64]
+    python -m bench.serve.grammar [--size 600MB] [--gbps 0.5] [--nodes 64]
     python -m bench.serve.grammar --vocabulary 131072 --nodes 256
 
 The expanded demo target verifies trees of the demo draft model, with half its size as budget and a
@@ -25,12 +25,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from bench.common.checkpoints import DRAFT, expanded_model
+from bench.common.checkpoints import DRAFT
 from bench.common.measure import Benchmark, Spread, interleaved, timed
-from bench.common.pacing import pace
+from bench.common.pacing import open_expanded
 from bench.common.prompts import held_out_prompts
 from offload_rt import LLM, SamplingParams, StructuredOutputs
-from offload_rt.config import EngineConfig, parse_size
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.sampling import Context, NodeProbs
 
@@ -51,21 +50,6 @@ _LEVELS = 12
 _FILES = 4000
 
 
-def opened(flags: argparse.Namespace) -> LLM:
-    """Open the expanded target with trees of a fixed size."""
-    nbytes = parse_size(flags.size)
-    config = EngineConfig(
-        str(expanded_model(flags.size)),
-        draft_model=DRAFT,
-        drafter="dynamic_tree",
-        tree_size=flags.nodes,
-        device_memory=2 * nbytes if flags.resident else nbytes // 2,
-        max_model_len=256,
-        device="cpu",
-    )
-    return LLM.open(config)
-
-
 def seconds_per_pass(
     llm: LLM, prompt: list[int], outputs: StructuredOutputs | None
 ) -> tuple[float, float]:
@@ -81,10 +65,8 @@ def seconds_per_pass(
 def compare_passes(flags: argparse.Namespace) -> dict[str, object]:
     """Print and return seconds per pass with a grammar / without."""
     pairs = []
-    with opened(flags) as llm:
-        if not flags.resident:
-            pace(llm, flags.gbps)
-        llm.load()
+    trees = {"draft_model": DRAFT, "drafter": "dynamic_tree", "tree_size": flags.nodes}
+    with open_expanded(flags, max_model_len=256, **trees) as llm:
         assert llm.tokenizer is not None
         for prompt in held_out_prompts(llm.tokenizer, flags.prompts):
             works = {
@@ -182,8 +164,7 @@ def main() -> None:
     """Print the ratio of seconds per pass, or the time of masks."""
     bench = Benchmark("serve.grammar", __doc__)
     bench.add("--size", default="600MB", help="of the expanded target")
-    bench.add("--gbps", type=float, default=0.5, help="rate of its disk")
-    bench.add("--resident", action="store_true", help="without a disk")
+    bench.add("--gbps", type=float, default=0.5, help="rate of its disk; 0: resident")
     bench.add("--nodes", type=int, default=64)
     bench.add("--prompts", type=int, default=4)
     bench.add("--rounds", type=int, default=2)

@@ -1,6 +1,6 @@
 """How much time does HTTP add to a pass of the engine?
 
-    python -m bench.serve.overhead [--size 600MB] [--gbps 0.5] [--resident] [--threads 1]
+    python -m bench.serve.overhead [--size 600MB] [--gbps 0.5] [--threads 1]
 
 The expanded demo target with half its size as budget and a paced disk, or resident, answers each
 prompt in turn by `LLM.generate` and by a stream of the server, a token per pass. The time of a pass
@@ -21,14 +21,12 @@ from unittest import mock
 
 import torch
 
-from bench.common.checkpoints import expanded_model
 from bench.common.measure import Benchmark, Spread, interleaved
-from bench.common.pacing import pace
+from bench.common.pacing import open_expanded
+from bench.common.processes import Worker, worker
 from bench.common.prompts import held_out_prompts
-from bench.serve.reader import Reader, reader_process
 from bench.serve.serving import served
 from offload_rt import LLM, SamplingParams
-from offload_rt.config import EngineConfig, parse_size
 
 
 @contextmanager
@@ -64,11 +62,11 @@ def generated(llm: LLM, prompt: list[int], n_new: int) -> Run:
     return Run(text, ends)
 
 
-def streamed(llm: LLM, reader: Reader, url: str, prompt: list[int], n_new: int) -> Run:
+def streamed(llm: LLM, reader: Worker, url: str, prompt: list[int], n_new: int) -> Run:
     """Answer by a stream of the server."""
     body = {"prompt": prompt, "max_tokens": n_new, "temperature": 0, "ignore_eos": True}
     with pass_ends(llm) as ends:
-        text, arrivals = reader.read(url, body | {"stream": True})
+        text, arrivals = reader.ask(url, body | {"stream": True})
     return Run(text, ends, [after - end for after, end in zip(arrivals, ends, strict=True)])
 
 
@@ -76,7 +74,7 @@ def compare(llm: LLM, prompts: list[list[int]], flags: argparse.Namespace) -> di
     """Print and return seconds per pass of both ways, and the delays of chunks."""
     by_way: dict[str, list[float]] = {"http": [], "generate": []}
     all_delays: list[float] = []
-    with served(llm) as server, reader_process() as reader:
+    with served(llm) as server, worker("bench.serve.reader") as reader:
         for prompt in prompts:
             works = {
                 "http": partial(streamed, llm, reader, server.url, prompt, flags.tokens),
@@ -110,8 +108,7 @@ def main() -> None:
     """Print the ratio of seconds per pass and the delays."""
     bench = Benchmark("serve.overhead", __doc__)
     bench.add("--size", default="600MB", help="of the expanded target")
-    bench.add("--gbps", type=float, default=0.5, help="rate of its disk")
-    bench.add("--resident", action="store_true", help="without a disk")
+    bench.add("--gbps", type=float, default=0.5, help="rate of its disk; 0: resident")
     n_cores = len(os.sched_getaffinity(0))
     bench.add("--threads", type=int, default=max(n_cores - 1, 1), help="of the engine's kernels")
     bench.add("--prompts", type=int, default=4)
@@ -119,18 +116,7 @@ def main() -> None:
     bench.add("--rounds", type=int, default=5)
     flags = bench.start()
     torch.set_num_threads(flags.threads)
-    nbytes = parse_size(flags.size)
-    config = EngineConfig(
-        str(expanded_model(flags.size)),
-        drafter="none",
-        device_memory=2 * nbytes if flags.resident else nbytes // 2,
-        max_model_len=128,
-        device="cpu",
-    )
-    with LLM.open(config) as llm:
-        if not flags.resident:
-            pace(llm, flags.gbps)
-        llm.load()
+    with open_expanded(flags, drafter="none", max_model_len=128) as llm:
         assert llm.tokenizer is not None
         results = compare(llm, held_out_prompts(llm.tokenizer, flags.prompts), flags)
     bench.finish(**results)

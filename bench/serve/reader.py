@@ -1,45 +1,23 @@
-"""Process that streams completions by raw sockets and returns the times of the events."""
+"""Process that streams completions by raw sockets and returns the times of the events.
+
+Parsing of events would use the engine's processors.
+"""
 
 import json
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from bench.common.measure import ROOT
-from bench.common.processes import family
+from bench.common.processes import answer_jobs
 
 _END = b"data: [DONE]"
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A process that executes `read`; parsing of events would use the engine's processors."""
-
-    process: subprocess.Popen
-
-    def read(self, url: str, body: dict[str, object]) -> tuple[str, list[float]]:
-        """Return the text of a streamed completion, and `time.perf_counter` at each chunk."""
-        print(json.dumps([url, body]), file=self.process.stdin, flush=True)
-        text, moments = json.loads(self.process.stdout.readline())
-        return text, moments
-
-
-@contextmanager
-def reader_process() -> Iterator[Reader]:
-    """Start a reader process."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-m", "bench.serve.reader"]
-    with family(subprocess.Popen(command, cwd=ROOT, **pipes)) as process:
-        yield Reader(process)
-
-
 def read(url: str, body: dict[str, object]) -> tuple[str, list[float]]:
-    """Stream a completion. Several chunks received at once share a moment."""
+    """Return the text of a streamed completion, and `time.perf_counter` at each chunk.
+
+    Several chunks received at once share a moment.
+    """
     content = json.dumps(body).encode()
     place = urlsplit(url)
     head = (
@@ -58,11 +36,5 @@ def read(url: str, body: dict[str, object]) -> tuple[str, list[float]]:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events), moments
 
 
-def main() -> None:
-    """Execute jobs of stdin line by line."""
-    for line in sys.stdin:
-        print(json.dumps(read(*json.loads(line))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_jobs(read)

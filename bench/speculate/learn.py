@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from bench.common.checkpoints import DRAFT, TARGET, expanded_model, no_pair_stats
 from bench.common.measure import ROOT, Benchmark, Spread
-from bench.common.pacing import pace
+from bench.common.pacing import open_paced
 from offload_rt import LLM, SamplingParams
 from offload_rt.config import EngineConfig, parse_size
 from offload_rt.llm import Stats
@@ -88,16 +88,14 @@ def open_pair(target: Path, learn: str, memory: int, gbps: float = 0.0) -> LLM:
         tree_size=32, learn_draft=learn,
     )  # fmt: skip
     drafting = pick_drafter(config)
+    open_type = drafting.type.open
 
     def open_drafter(parts: DraftParts) -> Drafter:
         cost = parts.cost if gbps else parts.cost.fixed(level_s=0.0)
-        return drafting.type.open(replace(parts, cost=cost))
+        return open_type(replace(parts, cost=cost))
 
-    llm = LLM.open(config, replace(drafting, type=replace(drafting.type, open=open_drafter)))
-    if gbps:
-        pace(llm, gbps)
-    llm.load()
-    return llm
+    drafting = replace(drafting, type=replace(drafting.type, open=open_drafter))
+    return open_paced(config, gbps, drafting)
 
 
 def answer(llm: LLM, prompt: list[int], temperature: float) -> Stats:

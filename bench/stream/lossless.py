@@ -10,7 +10,6 @@ with the disk paced to --gbps. The tokens must be equal.
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +18,9 @@ import torch
 
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import Benchmark, Spread, interleaved, timed
-from bench.common.pacing import pace
+from bench.common.pacing import open_streamed
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
-from offload_rt.llm import LLM
 from offload_rt.offload.disk import ReadSettings
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.ops import lossless
@@ -70,13 +68,7 @@ def one_run(model: Path, sidecar: Path, gbps: float, link_format: str) -> tuple[
     """Return seconds of a streamed pass, and the tokens."""
     settings = {"device": "cpu", "drafter": "none", "max_model_len": 256}
     config = EngineConfig(str(model), link_format=link_format, sidecar=str(sidecar), **settings)
-    with LLM.open(config) as unloaded:
-        plan = unloaded.plan
-    memory = plan.reserved.total + plan.link.buffer + 3 * plan.slot_nbytes
-    llm = LLM.open(replace(config, device_memory=memory))
-    pace(llm, gbps)
-    llm.load()
-    with llm:
+    with open_streamed(config, gbps, 3) as llm:
         llm.generate([PROMPT], SamplingParams(max_new_tokens=1))
         started = time.perf_counter()
         output = llm.generate([PROMPT], SamplingParams(max_new_tokens=TOKENS))[0]

@@ -23,9 +23,9 @@ from bench.common.prompts import QUESTIONS, chat_prompts
 from bench.compare import chart, contract, gguf_types, outcome
 from bench.compare.contract import Answer, Job, Report, Supply
 from bench.compare.outcome import Parting, Row, Run
-from bench.compare.peers import _llama_cpp as llama_cpp
+from bench.compare.peers import llama_cpp
 from bench.compare.peers.__main__ import main as peers_main
-from bench.compare.peers._llama_cpp import LlamaCppPeer
+from bench.compare.peers.llama_cpp import LlamaCppPeer
 from offload_rt.errors import SettingsError
 from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -160,8 +160,7 @@ def test_llama_cpp_answers_over_the_pipe(tmp_path):
     with pytest.raises(SettingsError, match="control group"):
         contract.find("llama_cpp_mapped").load(job)
     for each in map(contract.find, contract.names()):
-        assert each.TITLE and all(isinstance(package, str) for package in each.PACKAGES)
-        assert callable(each.load) and len(contract.refusal(each) or "x" * 11) > 10
+        assert each.title and len(each.refusal() or "x" * 11) > 10
 
 
 @pytest.mark.skipif(llama_cpp.unfit() is not None, reason=str(llama_cpp.unfit()))

@@ -22,15 +22,15 @@ _WARM_UP_TOKENS = 4
 def main() -> None:
     """Run one peer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=contract.names())
+    parser.add_argument("name")
     parser.add_argument("--job", type=contract.Job.of, required=True)
     parser.add_argument("--prompts", type=json.loads, required=True, help="lists of token ids")
     parser.add_argument("--warm-up", type=json.loads, required=True, help="a list of token ids")
     parser.add_argument("--tokens", type=int, required=True)
     flags = parser.parse_args()
-    module = contract.find(flags.name)
+    system = contract.find(flags.name)
     started = time.perf_counter()
-    peer = module.load(flags.job)
+    peer = system.load(flags.job)
     load_s = time.perf_counter() - started
     peer.generate(flags.warm_up, _WARM_UP_TOKENS)
     answers = []
@@ -40,7 +40,7 @@ def main() -> None:
         answers.append(peer.generate(prompt, flags.tokens))
         read.append(_storage_bytes() - before)
     distributions = packages_distributions()
-    versions = {name: version(distributions[name][0]) for name in ("torch", *module.PACKAGES)}
+    versions = {name: version(distributions[name][0]) for name in ("torch", *system.packages)}
     peer.close()
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
     report = contract.Report(load_s, peer.supply, answers, read, _device_peak(), versions, children)

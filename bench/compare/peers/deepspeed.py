@@ -1,15 +1,24 @@
-"""Shared parts of DeepSpeed's two offloads: ZeRO stage 3 in one process, layers fetched ahead."""
+"""DeepSpeed ZeRO-Inference with the weights in CPU memory, or on the disk, read by its asynchronous
+direct I/O: stage 3 in one process, layers fetched ahead.
+
+Without a GPU, CPU and device memory are the same: the result is the cost of stage 3.
+`python -m bench.compare.peers.deepspeed` compiles its extensions.
+"""
 
 import os
+import shutil
+import subprocess
+import sys
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from bench.compare.contract import Job, Supply
-from bench.compare.peers._transformers import TransformersPeer
+from bench.compare.contract import Job, Supply, System
+from bench.compare.peers.transformers import TransformersPeer
 
 PACKAGES = ("transformers", "accelerate", "deepspeed")
-_ALONE = {
+# Environment of a group of one process.
+ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29517",
     "RANK": "0",
@@ -39,7 +48,7 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     offload  the `offload_param` section
     source   source of the weights; see `Supply`
     """
-    os.environ.update(_ALONE)
+    os.environ.update(ALONE)
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     # Not at the top: it reads the environment variables above when it is imported.
@@ -90,3 +99,64 @@ def _settings(config: PretrainedConfig, offload: dict[str, object]) -> dict[str,
             "stage3_param_persistence_threshold": 2 * config.hidden_size,
         },
     }
+
+
+def _load_cpu(job: Job) -> DeepSpeedPeer:
+    """Pinned where there is a GPU to copy to."""
+    has_gpu = torch.cuda.is_available()
+    offload = {"device": "cpu", "pin_memory": has_gpu}
+    return open_engine(job, offload, "host" if has_gpu else "memory")
+
+
+def _load_nvme(job: Job) -> DeepSpeedPeer:
+    """Buffers for the largest tensor, enough of them for two layers."""
+    config = AutoConfig.from_pretrained(job.plain)
+    largest = max(config.vocab_size, config.intermediate_size) * config.hidden_size
+    offload = {
+        "device": "nvme",
+        "nvme_path": str(job.scratch),
+        "pin_memory": torch.cuda.is_available(),
+        "buffer_count": 18,
+        "buffer_size": largest,
+    }
+    return open_engine(job, offload, "disk")
+
+
+def _lacks_io() -> str | None:
+    """Its I/O is an extension that is compiled on first use, against libaio."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "its I/O extension needs g++, which is not installed"
+    # As its own build finds it: where the compiler looks, CPATH and LIBRARY_PATH included.
+    probe = [compiler, "-x", "c++", "-", "-laio", "-o", os.devnull]
+    built = subprocess.run(
+        probe, input=b"#include <libaio.h>\nint main() {}", capture_output=True, check=False
+    )
+    return (
+        "its I/O extension needs libaio (libaio-dev), which is not installed"
+        if built.returncode
+        else None
+    )
+
+
+def _compile() -> None:
+    """Compile the extensions, which takes minutes, before a run with a time limit."""
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.accelerator import get_accelerator
+
+    for name in ("AsyncIOBuilder", "ShareMemCommBuilder"):
+        get_accelerator().create_op_builder(name).load()
+
+
+PEERS = {
+    "deepspeed_cpu": System("DeepSpeed ZeRO-Inference, CPU", _load_cpu, PACKAGES),
+    "deepspeed_nvme": System(
+        "DeepSpeed ZeRO-Inference, NVMe", _load_nvme, PACKAGES, unfit=_lacks_io
+    ),
+}
+
+if __name__ == "__main__":
+    if (reason := _lacks_io()) is not None:
+        sys.exit(reason)
+    _compile()

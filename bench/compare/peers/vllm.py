@@ -8,23 +8,11 @@ from math import ceil
 
 import torch
 
-from bench.compare.contract import Answer, Job, Supply
+from bench.compare.contract import Answer, Job, Supply, System
 
-TITLE = "vLLM, prefetch offloader"
-PACKAGES = ("vllm",)
-DRAFTS = False
 # The largest group of layers of which some are streamed: large enough for any share, small enough
 # to spread them evenly.
 _MOST_IN_GROUP = 8
-
-
-def unfit() -> str | None:
-    """Its offloader copies between CPU memory and a GPU."""
-    return (
-        None
-        if torch.cuda.is_available()
-        else "its offloader needs a CUDA device, and there is none"
-    )
 
 
 class VllmPeer:
@@ -84,3 +72,13 @@ def _group(share: float) -> tuple[int, int]:
         for size in range(1, _MOST_IN_GROUP + 1)
     ]
     return min(choices)[1:]
+
+
+def _lacks_card() -> str | None:
+    needs = "its offloader needs a CUDA device, and there is none"
+    return None if torch.cuda.is_available() else needs
+
+
+PEERS = {
+    "vllm_prefetch": System("vLLM, prefetch offloader", load, ("vllm",), unfit=_lacks_card),
+}

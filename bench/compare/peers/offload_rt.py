@@ -1,9 +1,9 @@
-"""Shared parts of the offload_rt peers."""
+"""offload_rt without a draft, with its own choice, with the peers' assistant, and with a head."""
 
 import time
-from typing import Any
+from functools import partial
 
-from bench.compare.contract import Answer, Job, Supply
+from bench.compare.contract import Answer, Job, Supply, System
 from offload_rt import LLM, SamplingParams
 
 
@@ -32,11 +32,27 @@ class OffloadPeer:
         self._llm.close()
 
 
-def load(job: Job, **settings: Any) -> OffloadPeer:
-    """Load the job's model; beside `settings`, only the budget, length and activations are set."""
+def load(job: Job, drafter: str = "auto", draft: str = "") -> OffloadPeer:
+    """Load the job's model; else only the budget, length and activations are set.
+
+    draft  "draft": with the assistant; "head": with the head if there is one
+    """
+    head = job.head if draft == "head" else None
     return OffloadPeer(
         LLM(
-            str(job.model), device_memory=job.budget, max_model_len=job.max_len,
-            activations=job.activations, **settings,
+            str(job.model), str(head or job.draft) if draft else None, drafter=drafter,
+            device_memory=job.budget, max_model_len=job.max_len, activations=job.activations,
         )
     )  # fmt: skip
+
+
+PEERS = {
+    "offload_rt_plain": System("offload_rt, plain", partial(load, drafter="none")),
+    "offload_rt_automatic": System("offload_rt, automatic", load, drafts=True),
+    "offload_rt_assisted": System(
+        "offload_rt, assisted", partial(load, draft="draft"), drafts=True
+    ),
+    "offload_rt_speculative": System(
+        "offload_rt, speculative", partial(load, draft="head"), drafts=True
+    ),
+}

@@ -1,21 +1,22 @@
-"""Shared parts of the peers with a transformers model: the clock stops while caches are made
-cold.
+"""transformers with all weights in the memory of the device: the reference for the tokens, not for
+the memory. Other peers with a transformers model use its parts.
 """
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from bench.common.checkpoints import drop_from_page_cache
-from bench.compare.contract import Answer, Supply
+from bench.compare.contract import Answer, Job, Supply, System
 
 
 class _Arrivals(BaseStreamer):
-    """Records when tokens arrive.
+    """Records when tokens arrive; the clock stops while caches are made cold.
 
     cold  a checkpoint to be made cold after each pass, outside the time measured; None where no
           pass reads a disk
@@ -67,7 +68,7 @@ class TransformersPeer:
     @torch.inference_mode()
     def generate(self, prompt: list[int], n: int) -> Answer:
         """Continue a prompt greedily; see `Peer`."""
-        ids = torch.tensor([prompt], device="cuda" if torch.cuda.is_available() else "cpu")
+        ids = torch.tensor([prompt], device=device())
         arrivals = _Arrivals(self._cold)
         out = self._model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False,
@@ -80,18 +81,43 @@ class TransformersPeer:
         """There is nothing to stop."""
 
 
+def device() -> str:
+    """Name of the card, else of the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def nbytes(model: PreTrainedModel) -> int:
     """Bytes of all weights a pass reads; of the embedding it reads a row for each token only."""
     embedding = model.get_input_embeddings().weight
     tied = model.config.tie_word_embeddings
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) - (
-        0 if tied else embedding.numel() * embedding.element_size()
+    return sum(parameter.nbytes for parameter in model.parameters()) - (
+        0 if tied else embedding.nbytes
     )
 
 
 def layer_nbytes(model: PreTrainedModel) -> int:
     """Bytes of one decoder layer."""
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in model.model.layers[0].parameters()
-    )
+    return sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+
+
+def load_draft(job: Job) -> PreTrainedModel:
+    """The draft, resident; the number of drafted tokens follows its confidence by default."""
+    return AutoModelForCausalLM.from_pretrained(job.draft, dtype="auto").to(device())
+
+
+def _load(job: Job, is_assisted: bool) -> TransformersPeer:
+    """Load all weights to the device, independent of the budget."""
+    model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").to(device())
+    draft = load_draft(job) if is_assisted else None
+    return TransformersPeer(model, Supply("memory", nbytes(model)), assistant=draft)
+
+
+PACKAGES = ("transformers",)
+PEERS = {
+    "transformers_resident": System(
+        "transformers, resident", partial(_load, is_assisted=False), PACKAGES
+    ),
+    "transformers_assisted": System(
+        "transformers, resident, assisted", partial(_load, is_assisted=True), PACKAGES, drafts=True
+    ),
+}
