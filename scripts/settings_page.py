@@ -9,9 +9,9 @@ from offload_rt.cli.convert import ConvertSettings
 from offload_rt.cli.flags import GROUP_OF_FIELD
 from offload_rt.cli.plan_settings import PlanSettings
 from offload_rt.cli.run import RunSettings, TemplateSettings
-from offload_rt.cli.serve import ServeSettings
 from offload_rt.config import EngineConfig, flag_of
 from offload_rt.sampling_params import SamplingParams
+from offload_rt.server.settings import ServeSettings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings

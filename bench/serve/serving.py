@@ -15,13 +15,13 @@ from bench.serve.client import Server
 from offload_rt import LLM
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
-from offload_rt.server.service import ServerLimits
+from offload_rt.server.settings import ServeSettings
 
 
 @contextmanager
 def served(llm: LLM) -> Iterator[Server]:
     """Serve a model in a thread."""
-    app = make_app(llm, "demo", ServerLimits(1 << 20, 4, 256, 3600))
+    app = make_app(llm, "demo", ServeSettings(max_waiting=256))
     server = make_server(app, 5, ConnectionLimits.from_ulimit())
     with create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -31,7 +31,10 @@ from offload_rt.server.protocol import (
     TokenizeRequest,
 )
 from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
-from offload_rt.server.service import Metrics, Refused, ServerLimits, Service, Writer
+from offload_rt.server.service import Metrics, Refused, Service, Writer
+from offload_rt.server.settings import ServeSettings
+from offload_rt.text.image_urls import ImageFetcher
+from offload_rt.text.images import DEFAULT_LIMITS
 
 _PAGE = Path(__file__).with_name("page")
 # The page loads scripts and styles from this server only.
@@ -54,14 +57,15 @@ _REFUSAL: Json = {"4XX": {"description": "Refused request", "content": {"applica
 def make_app(
     llm: LLM,
     name: str,
-    limits: ServerLimits,
+    settings: ServeSettings,
     access: Access = _OPEN,
     chat_format: ChatFormat | None = None,
 ) -> FastAPI:
     """Build the app of a model, with its name for clients."""
     chat_format = chat_format or ChatFormat.select(llm.tokenizer, "auto", "auto")
-    prompts = PromptEncoder(llm.requests, limits.fetch, chat_format.tool_format)
-    service = Service(llm, name, limits, chat_format, prompts, Metrics(llm))
+    fetch = ImageFetcher(DEFAULT_LIMITS.nbytes) if settings.allow_image_urls else None
+    prompts = PromptEncoder(llm.requests, fetch, chat_format.tool_format)
+    service = Service(llm, name, settings, chat_format, prompts, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
     app = FastAPI(
         title="offload_rt",

@@ -33,7 +33,7 @@ from offload_rt.server.messages import MessagesWriter
 from offload_rt.server.prompts import GenerationRequest, PromptEncoder
 from offload_rt.server.protocol import ChatRequest, CompletionRequest, EmbeddingsRequest
 from offload_rt.server.responses import ResponsesWriter
-from offload_rt.text.images import Fetch
+from offload_rt.server.settings import ServeSettings
 
 Writer = CompletionWriter | MessagesWriter | ResponsesWriter
 _T = TypeVar("_T")
@@ -45,28 +45,6 @@ _STREAM_GRACE_S = 5
 # Grammars of all open requests together. Compiling a character takes up to 750 bytes.
 _MAX_GRAMMAR_CHARACTERS = 3 << 16
 _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """Limits for clients.
-
-    body_nbytes  size of a request body
-    n_answers    `n` of a request
-    n_waiting    answers in the queue, beside running answers
-    timeout_s    duration of a request
-    is_any_name  whether requests may name other models
-    pooling      of embeddings; empty: no embeddings
-    fetch        reads images behind http URLs; None: refuse them
-    """
-
-    body_nbytes: int
-    n_answers: int
-    n_waiting: int
-    timeout_s: float
-    is_any_name: bool = False
-    pooling: str = ""
-    fetch: Fetch | None = None
 
 
 class Metrics:
@@ -117,7 +95,7 @@ class Service:
 
     llm: LLM
     name: str
-    limits: ServerLimits
+    settings: ServeSettings
     chat_format: ChatFormat
     prompts: PromptEncoder
     metrics: Metrics
@@ -136,8 +114,8 @@ class Service:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 async for part in http.stream():
                     raw += part
-                    if len(raw) > self.limits.body_nbytes:
-                        reason = f"the request body exceeds {self.limits.body_nbytes} bytes"
+                    if len(raw) > self.settings.body_nbytes:
+                        reason = f"the request body exceeds {self.settings.body_nbytes} bytes"
                         raise Refused(413, reason)
         except TimeoutError as error:
             reason = f"the request body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
@@ -154,7 +132,7 @@ class Service:
         """Answer a request, as a stream or whole. Bodies of all APIs have a method `generation`."""
         request: GenerationRequest = await asyncio.to_thread(body.generation)
         self.check_model(request.model)
-        params = await asyncio.to_thread(request.params, self.limits.n_answers, self.chat_format)
+        params = await asyncio.to_thread(request.params, self.settings.max_n, self.chat_format)
         n_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         n_answers = n_prompts * params.n
         n_characters = await asyncio.to_thread(lambda: len(ascii(params.structured_outputs)))
@@ -168,12 +146,12 @@ class Service:
         # The first delta precedes the status: errors of the request get a status of their own.
         first = await _unless_gone(http, anext(deltas))
         events = self._events(first, deltas, writer)
-        return _EventStream(events, deltas, self.limits.timeout_s + _STREAM_GRACE_S)
+        return _EventStream(events, deltas, self.settings.timeout + _STREAM_GRACE_S)
 
     async def embed(self, request: EmbeddingsRequest) -> Response:
         """Answer a request for embeddings."""
         self.check_model(request.model)
-        if not self.limits.pooling:
+        if not self.settings.embeddings:
             raise Refused(404, "this server has no embeddings")
         n = len(request.input)
         self._admit(n)
@@ -181,7 +159,7 @@ class Service:
             texts = CompletionRequest.model_construct(prompt=request.input)
             encoded = await self.prompts.encode(texts, is_checked=False)
             prompts = [*map(token_ids, encoded)]
-            vectors = await asyncio.to_thread(self.llm.embed, prompts, self.limits.pooling)
+            vectors = await asyncio.to_thread(self.llm.embed, prompts, self.settings.embeddings)
         finally:
             self.n_open -= n
         n_tokens = sum(map(len, prompts))
@@ -195,11 +173,11 @@ class Service:
         if engine.is_short:
             reason = "device memory is exhausted by running answers"
             raise Refused(503, reason, retry_after_s=_RETRY_S)
-        if n > self.limits.n_waiting:
-            need = f"at most {self.limits.n_waiting}"
+        if n > self.settings.max_waiting:
+            need = f"at most {self.settings.max_waiting}"
             change = "send several requests"
             raise SettingsError(f"{n} answers in one request", need=need, change=change)
-        if self.n_open + n - engine.n_running > self.limits.n_waiting:
+        if self.n_open + n - engine.n_running > self.settings.max_waiting:
             raise Refused(429, "the queue is full", retry_after_s=_RETRY_S)
         if n_characters > _MAX_GRAMMAR_CHARACTERS:
             need = f"at most {_MAX_GRAMMAR_CHARACTERS} characters"
@@ -215,7 +193,7 @@ class Service:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the new parts of the answers. Leaving the iterator aborts the answers."""
         started = time.perf_counter()
-        deadline = asyncio.get_running_loop().time() + self.limits.timeout_s
+        deadline = asyncio.get_running_loop().time() + self.settings.timeout
         end = "aborted"
         has_begun = False
         try:
@@ -247,7 +225,7 @@ class Service:
             end = answer.choices[0].finish_reason or ""
         except TimeoutError as error:
             end = "timeout"
-            reason = f"the request took more than {self.limits.timeout_s:.0f} s"
+            reason = f"the request took more than {self.settings.timeout} s"
             raise Refused(504, reason) from error
         except Exception as error:
             end = "refused" if isinstance(error, UserError) else "error"
@@ -277,7 +255,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises Refused for the name of another model."""
-        if name and name != self.name and not self.limits.is_any_name:
+        if name and name != self.name and not self.settings.any_model_name:
             reason = f"there is no model {reprlib.repr(name)} here, but {self.name!r}"
             raise Refused(404, reason, "model_not_found")
 
@@ -291,7 +269,7 @@ class Service:
             "owned_by": "offload_rt",
             "tool_call_format": self.chat_format.tool_format.name,
             "max_model_len": self.llm.max_model_len,
-            "max_body": self.limits.body_nbytes,
+            "max_body": self.settings.body_nbytes,
             "input_modalities": ["text", "image"] if self.llm.supports_images else ["text"],
         }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from openai import OpenAI
-from support.serving import LIMITS, running
+from support.serving import SETTINGS, running
 from support.thread_ranks import Board, ThreadRanks
 from support.tiny import CASES, SMALLER, byte_level, open_llm, save_pair
 
@@ -81,7 +81,7 @@ def test_embeddings_over_http(model, pair):
     with open_llm(pair.target) as llm:
         prompts = [llm.encode(text) for text in TEXTS]
         vectors = torch.stack([expected(model, prompt, "last") for prompt in prompts]).numpy()
-        with running(llm, limits=replace(LIMITS, pooling="last")) as served:
+        with running(llm, settings=replace(SETTINGS, embeddings="last")) as served:
             client: OpenAI = served.client
             for content in (TEXTS, prompts):
                 answer = client.embeddings.create(model="demo", input=content)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from support.serving import LIMITS, MODELS, PROMPT, TURNS, alone, engine_held, running, serving
+from support.serving import MODELS, PROMPT, SETTINGS, TURNS, alone, engine_held, running, serving
 
 from offload_rt import LLM, SamplingParams, StructuredOutputs
 from offload_rt.cli.serve import main
@@ -166,11 +166,11 @@ def test_tokenize_counts_the_prompt_of_a_chat_request(served):
 
 @pytest.mark.parametrize(("is_any_name", "status"), [(False, 404), (True, 200)])
 def test_timeouts_and_model_names_are_respected(llm, is_any_name, status):
-    limits = replace(LIMITS, is_any_name=is_any_name)
-    with running(llm, limits=limits) as server:
+    settings = replace(SETTINGS, any_model_name=is_any_name)
+    with running(llm, settings=settings) as server:
         body = {"prompt": "x", "max_tokens": 1, "model": "gpt-4o"}
         assert server.post("/v1/completions", body)[0] == status
-        server.service.limits = replace(limits, timeout_s=0.2)
+        server.service.settings = replace(settings, timeout=1)
         with engine_held(llm):
             late, answer = server.post("/v1/completions", body | {"model": "demo"})
         assert late == 504 and "took more than" in answer["error"]["message"]

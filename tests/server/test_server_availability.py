@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, model_validator
 from support.serving import (
     CONNECTIONS,
-    LIMITS,
     MODELS,
     PROMPT,
+    SETTINGS,
     TURNS,
     Served,
     engine_held,
@@ -226,18 +226,18 @@ def large_events(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("large_events")
-@pytest.mark.parametrize(("write_s", "timeout_s"), [(0.3, 60), (600, 2)])
-def test_client_that_does_not_read_loses_its_place(llm, monkeypatch, write_s, timeout_s):
+@pytest.mark.parametrize(("write_s", "timeout"), [(0.3, 60), (600, 2)])
+def test_client_that_does_not_read_loses_its_place(llm, monkeypatch, write_s, timeout):
     """After the write timeout, or at the deadline of its answer."""
     monkeypatch.setattr(service, "_STREAM_GRACE_S", 0.1, raising=False)
     raw = json.dumps(STREAM).encode()
     connections = replace(CONNECTIONS, write_s=write_s)
-    serving = running(llm, connections, 4096, limits=replace(LIMITS, timeout_s=timeout_s))
+    serving = running(llm, connections, 4096, settings=replace(SETTINGS, timeout=timeout))
     with serving as server, closing(connect(server, 4096)) as client:
         client.sendall(head_of("/v1/completions", len(raw)) + raw)
         assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: server.service.n_open == 0)
-        if write_s < timeout_s:
+        if write_s < timeout:
             assert b"[DONE]" not in read_all(client)
             server.wait_until_idle()
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.serving import LIMITS, TURNS, ListingProcessor, Served, read_images, running, script
+from support.serving import SETTINGS, TURNS, ListingProcessor, Served, read_images, running, script
 
 from offload_rt import SamplingParams
 from offload_rt.errors import PromptError
 from offload_rt.models.image_prompt import ImagePrompt
-from offload_rt.server import prompts
+from offload_rt.server import app, prompts
 
 
 def data_of(*size: int, colour: str = "teal") -> str:
@@ -117,7 +117,7 @@ def test_models_describe_their_input(served, processor, monkeypatch):
     assert [model.id for model in served.client.models.list()] == ["demo"]
     card = served.client.models.retrieve("demo").model_dump()
     assert card["input_modalities"] == ["text", "image"]
-    assert card["max_body"] == LIMITS.body_nbytes
+    assert card["max_body"] == SETTINGS.body_nbytes
     monkeypatch.setattr(served.llm.requests, "images", None)
     assert served.client.models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
 
@@ -173,7 +173,8 @@ def test_urls_are_read_with_permission(served, processor, monkeypatch):
 
     script(served.llm, monkeypatch, "seen")
     source = {"type": "url", "url": "https://a.example/x"}
-    with running(served.llm, limits=replace(LIMITS, fetch=fetch)) as open_server:
+    monkeypatch.setattr(app, "ImageFetcher", lambda _: fetch)
+    with running(served.llm, settings=replace(SETTINGS, allow_image_urls=True)) as open_server:
         body = chat_of({"type": "image", "source": source})
         assert open_server.post("/v1/messages", body)[0] == 200
         assert processor.calls[-1][1][0].size == (5, 3)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.programs import wait_until
-from support.serving import LIMITS, PROMPT, Served, alone, engine_held, head_of, running
+from support.serving import PROMPT, SETTINGS, Served, alone, engine_held, head_of, running
 
 from bench.serve.load import load
 from offload_rt import SamplingParams
@@ -53,13 +53,17 @@ def test_two_hundred_concurrent_requests_are_answered_or_rejected(served):
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
     expected = {prompt: alone(served.llm, prompt, max_tokens=4) for prompt in set(prompts)}
     bodies = [{"prompt": prompt, "max_tokens": 4, "temperature": 0} for prompt in prompts]
-    n_rejected = len(prompts) - LIMITS.n_waiting
+    n_answered = SETTINGS.max_waiting
+    n_rejected = len(prompts) - n_answered
     with ThreadPoolExecutor(200) as pool:
         with engine_held(served.llm):  # nobody is answered until all have come
             asked = [pool.submit(served.asked, "/v1/completions", body) for body in bodies]
             wait_until(lambda: sum(future.done() for future in asked) == n_rejected)
         answers = [future.result() for future in asked]
-    assert Counter(status for status, _, _ in answers) == {200: LIMITS.n_waiting, 429: n_rejected}
+    assert Counter(status for status, _, _ in answers) == {
+        200: SETTINGS.max_waiting,
+        429: n_rejected,
+    }
     for prompt, (status, headers, text) in zip(prompts, answers, strict=True):
         answer = json.loads(text)
         if status == 200:
@@ -79,8 +83,8 @@ def test_clients_with_grammars_and_tools_get_the_answers_of_lone_requests(served
 def test_waiting_clients_that_disconnect_free_their_place(served, stream):
     with engine_held(served.llm):
         for _ in range(2):
-            with sent(served, stream=stream, prompt=["x"] * LIMITS.n_waiting):
-                wait_until(lambda: served.service.n_open == LIMITS.n_waiting)
+            with sent(served, stream=stream, prompt=["x"] * SETTINGS.max_waiting):
+                wait_until(lambda: served.service.n_open == SETTINGS.max_waiting)
                 assert served.post("/v1/completions", {"prompt": "x"})[0] == 429
             wait_until(lambda: served.service.n_open == 0)
     assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
@@ -166,7 +170,7 @@ def test_server_shutdown_leaves_no_thread(llm):
 
     llm.generate("x", SamplingParams(max_tokens=1))
     before = threads()
-    with running(llm, limits=replace(LIMITS, n_waiting=2)) as short:
+    with running(llm, settings=replace(SETTINGS, max_waiting=2)) as short:
         body = {"prompt": "x", "max_tokens": 4}
         with ThreadPoolExecutor(8) as pool:
             statuses = pool.map(lambda _: short.post("/v1/completions", body)[0], range(8))

@@ -22,7 +22,7 @@ from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.models.processors import ImageProcessor
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
-from offload_rt.server.service import ServerLimits
+from offload_rt.server.settings import ServeSettings
 from support.programs import Program, started, wait_until
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% for m in messages if m.tool_calls %}{% for c in m.tool_calls %}"
     "{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
 )
-LIMITS = ServerLimits(200_000, n_answers=4, n_waiting=32, timeout_s=60)
+SETTINGS = ServeSettings(max_body="200KB", max_n=4, max_waiting=32, timeout=60)
 CONNECTIONS = ConnectionLimits(500)
 
 
@@ -103,7 +103,7 @@ def serve(
 
     sndbuf  send buffer of each connection in bytes; 0: default of the system
     """
-    app = make_app(llm, "demo", **{"limits": LIMITS, **settings})
+    app = make_app(llm, "demo", **{"settings": SETTINGS, **settings})
     server = make_server(app, 5, connections)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         if sndbuf:
