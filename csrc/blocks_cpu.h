@@ -219,9 +219,9 @@ inline __attribute__((always_inline)) V small_float_of(Codes codes, int i) {
   const __m512i exponent = _mm512_set1_epi16(0x3f80);
   const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16((__m256i)codes), 7), sizes = _mm512_and_si512(bits, exponent);
   const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(sizes, exponent);
-  const __m512i halves = _mm512_and_si512(bits, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
-  const __m512 numbers = _mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(halves, 1) : _mm512_castsi512_si256(halves));
-  return (V)_mm512_mask_mov_ps(numbers, static_cast<__mmask16>(is_nan >> 16 * i), _mm512_set1_ps(__builtin_nanf("")));
+  const __m512i finite = _mm512_and_si512(bits, _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+  const __m512i halves = _mm512_mask_mov_epi16(finite, is_nan, _mm512_set1_epi16(0x7e00));
+  return (V)_mm512_cvtph_ps(i ? _mm512_extracti64x4_epi64(halves, 1) : _mm512_castsi512_si256(halves));
 #else
   return Float8()(reinterpret_cast<const uint8_t*>(&codes) + i * kLanes) * 0x1p-8f;
 #endif
@@ -234,18 +234,29 @@ inline void scale_bytes(Bytes codes, float factor, float* out) {
   for (int i = 0; i < 16; i += kLanes) store(out + i, Unsigned()(bytes + i) * factor);
 }
 
+typedef float Floats __attribute__((vector_size(32)));
+inline void store8(float* to, Floats numbers) { memcpy(to, &numbers, sizeof(numbers)); }
+
+// The eight nibbles of a word, the lowest first, and signed words as numbers.
+inline Words nibbles8(uint32_t word) { return (word - Words{}) >> Words{0, 4, 8, 12, 16, 20, 24, 28} & 15; }
+inline Floats as_floats(Words words) {
+  typedef int32_t Ints __attribute__((vector_size(32)));
+  return __builtin_convertvector((Ints)words, Floats);
+}
+
 // The scale and minimum of each group of a block of 256 inputs.
 template <int kind>
 inline void block_scales(const uint8_t* b, float* scales, float* minima) {
   switch (kind) {
     case kQ4_K: case kQ5_K: {
-      const uint32_t low = word_at(b + 4, 0), middle = word_at(b + 4, 1), high = word_at(b + 4, 2);
-      const uint32_t words[4] = {low & 0x3f3f3f3f, (high & 0x0f0f0f0f) | (low >> 2 & 0x30303030), middle & 0x3f3f3f3f,
-                                 (high >> 4 & 0x0f0f0f0f) | (middle >> 2 & 0x30303030)};
-      float numbers[16];
-      scale_bytes(load_bytes(reinterpret_cast<const uint8_t*>(words)), 1.0f, numbers);
-      const float scale = half_at(b), minimum = -half_at(b + 2);
-      for (int i = 0; i < 8; ++i) scales[i] = numbers[i] * scale, minima[i] = numbers[8 + i] * minimum;
+      // Two float16, then the scales and the minima of four groups, then four bits of the other scales and minima.
+      typedef uint32_t Quad __attribute__((vector_size(16)));
+      const Quad words = (Quad)load_bytes(b), ends = __builtin_shuffle(words, Quad{1, 3, 2, 3}) >> Quad{0, 0, 0, 4};
+      const Quad tops = __builtin_shuffle(words, Quad{1, 1, 2, 2}) >> 2 & Quad{0, 0x30303030, 0, 0x30303030};
+      Floats numbers[2];
+      scale_bytes((Bytes)((ends & Quad{0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f}) | tops), 1.0f, reinterpret_cast<float*>(numbers));
+      store8(scales, numbers[0] * half_at(b));
+      store8(minima, numbers[1] * -half_at(b + 2));
       return;
     }
     case kQ2_K: {
@@ -266,12 +277,11 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
     case kQ6_K:
       for (int i = 0; i < 16; i += kLanes) store(scales + i, Signed()(b + 192 + i) * half_at(b + 208));
       return;
-    case kIq4Xs:
-      for (int i = 0; i < 8; ++i) {
-        const int low = b[4 + i / 2] >> (i % 2 * 4) & 15, high = b[2 + i / 4] >> (i % 4 * 2) & 3;
-        scales[i] = half_at(b) * static_cast<float>((low | high << 4) - 32);
-      }
+    case kIq4Xs: {
+      const Words high = (pair_at(b + 2) - Words{}) >> Words{0, 2, 4, 6, 8, 10, 12, 14} & 3;
+      store8(scales, half_at(b) * as_floats((nibbles8(word_at(b + 4, 0)) | high << 4) - 32));
       return;
+    }
     case kIq2Xxs: case kIq3Xxs:
       for (int i = 0; i < 8; ++i) {
         const uint32_t code = (kind == kIq2Xxs ? word_at(b + 2 + 8 * i, 1) : word_at(b + 66, i)) >> 28;
@@ -279,14 +289,12 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
       }
       return;
     case kIq2Xs: case kIq2S:
-      for (int i = 0; i < 16; ++i) {
-        const int code = b[(kind == kIq2Xs ? 66 : 74) + i / 2] >> (i % 2 * 4) & 15;
-        scales[i] = half_at(b) * (0.5f + static_cast<float>(code)) * 0.25f;
+      for (int i = 0; i < 2; ++i) {
+        const Floats codes = as_floats(nibbles8(word_at(b + (kind == kIq2Xs ? 66 : 74), i)));
+        store8(scales + 8 * i, half_at(b) * (0.5f + codes) * 0.25f);
       }
       return;
-    case kIq3S:
-      for (int i = 0; i < 8; ++i) scales[i] = half_at(b) * static_cast<float>(1 + 2 * (b[106 + i / 2] >> (i % 2 * 4) & 15));
-      return;
+    case kIq3S: return store8(scales, half_at(b) * as_floats(1 + 2 * nibbles8(word_at(b + 106, 0))));
     case kIq1S:
       for (int i = 0; i < 8; ++i)
         scales[i] = half_at(b) * static_cast<float>(2 * (pair_at(b + 34 + 2 * i) >> 12 & 7) + 1) * 0.125f;
@@ -310,15 +318,16 @@ inline void read_halves(const uint8_t* blocks, int n, float* out) {
   static_assert(nbytes % 2 == 0 && (n_blocks - 1) * step < 64);
   const __m512i places = _mm512_castsi128_si512(
       _mm_setr_epi16(0, step, 2 * step, 3 * step, 4 * step & 63, 5 * step & 63, 6 * step & 63, 7 * step & 63));
-  for (int i = 0; i < n; i += n_blocks, blocks += n_blocks * nbytes) {
-    const int n_words = (smaller(n_blocks, n - i) - 1) * step + 1;
-    const uint64_t mask = ~uint64_t{0} >> (64 - n_words);
+  const auto read = [&](int i, int n_here) __attribute__((always_inline)) {
+    const uint64_t mask = ~uint64_t{0} >> (63 - (n_here - 1) * step);
     const __m512i low = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), blocks);
     const __m512i high = _mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask >> 32), blocks + 64);
     const __m128i halves = _mm512_castsi512_si128(_mm512_permutex2var_epi16(low, places, high));
     if constexpr (n_blocks == 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
     else _mm_storeu_ps(out + i, _mm_cvtph_ps(halves));
-  }
+  };
+  for (int i = 0; i < n; i += n_blocks, blocks += n_blocks * nbytes)
+    n - i >= n_blocks ? read(i, n_blocks) : read(i, n - i);
 #else
   const auto read = [&](int i, bool is_full) __attribute__((always_inline)) {
     const auto bits = [&](int j) {
@@ -354,15 +363,23 @@ inline void read_scales(const uint8_t* blocks, int n, GroupScales& to) {
   }
 }
 
-// Vector i of part `part` of the inputs of `scales`.
+// code * scale + minimum, of which the product is exact. Without AVX-512 a broadcast number is a register.
+inline __attribute__((always_inline)) V scale_and_shift(V codes, float scale, float minimum) {
+  return LEVEL >= 2 ? codes * set1(scale) + set1(minimum) : fma(codes, set1(scale), set1(minimum));
+}
+
+// Vector i of part `part` of the inputs of `scales`. block: of the codes.
 template <int kind>
-inline __attribute__((always_inline)) V weight_of(Codes codes, const GroupScales& scales, int part, int i) {
-  const int group = (part * 32 + i * kLanes) / kBlock<kind>.group;
-  const V scale = set1(scales.scales[group]);
-  const V number = kind == kFloat8 ? small_float_of(codes, i) : number_of(codes, i);
-  // The product is exact in float32 where there is a minimum.
-  if constexpr (kBlock<kind>.has_minima) return fma(number, scale, set1(scales.minima[group]));
-  return number * scale;
+inline __attribute__((always_inline)) V weight_of(Codes codes, const uint8_t* block, const GroupScales& scales, int part, int i) {
+  const int group = part * (32 / kBlock<kind>.group) + i * kLanes / kBlock<kind>.group;
+  const float* scale = scales.scales + group;
+  // Each vector loads the scale: AVX-512 broadcasts a factor in memory without an instruction.
+  if (LEVEL >= 2 && i > 0) asm("" : "+r"(scale));
+  V number;
+  if constexpr (kind == kInt8 || kind == kQ8_0) number = Signed()(block + kBlock<kind>.codes + i * kLanes);
+  else number = kind == kFloat8 ? small_float_of(codes, i) : number_of(codes, i);
+  if constexpr (kBlock<kind>.has_minima) return scale_and_shift(number, *scale, scales.minima[group]);
+  return number * set1(*scale);
 }
 
 // Parts of a block whose code is compiled separately: without vectors of bytes they take minutes to compile.
@@ -380,7 +397,7 @@ inline void unpack_blocks(const uint8_t* grid, const uint8_t* blocks, int n, P* 
       const Codes codes = codes_of<kind>(grid, blocks, i);
 #pragma GCC unroll 4
       for (int k = 0; k < 32 / kLanes; ++k)
-        store(out + first + i * 32 + k * kLanes, weight_of<kind>(codes, scales, first / 32 + i, k));
+        store(out + first + i * 32 + k * kLanes, weight_of<kind>(codes, blocks, scales, first / 32 + i, k));
     }
 }
 

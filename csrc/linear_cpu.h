@@ -22,8 +22,10 @@ constexpr int64_t kPieceProducts = 1 << 18, kMostPieces = 16;
 constexpr int64_t kSerialInputs = 1 << 14, kSerialProducts = 1 << 17;
 // Most rows whose weights are decoded in registers, and the outputs that a thread multiplies at a time.
 constexpr int kDecodedRows = LEVEL >= 2 ? 8 : 4, kDecodedOuts = 96;
+// Most outputs of a transposed matrix that a thread multiplies at a time: rows of more codes are read at a higher rate.
+constexpr int kGatheredOuts = 512;
 // Outputs of a row and a vector of places behind them.
-constexpr int kLine = kPanelOuts + kLanes;
+constexpr int kLine = kGatheredOuts + kLanes;
 constexpr int64_t kBlockNbytes = 2048;
 // Bytes between the codes that are unpacked and the codes that are prefetched.
 constexpr int kAhead = 2048;
@@ -376,16 +378,18 @@ inline void transpose(Words* rows) {
   }
 }
 
-// Load eight rows of 32 bytes, `stride` bytes apart; zeros outside n_rows x nbytes. Constant places keep rows in registers.
-inline __attribute__((always_inline)) void load_rows(const uint8_t* from, int64_t stride, int n_rows, int nbytes, Words* rows) {
-  uint8_t padded[8][32];
-  if (n_rows < 8 || nbytes < 32) {
+// Load eight rows, `stride` bytes apart; zeros outside n_rows x nbytes. Constant places keep rows in registers.
+template <typename W>
+inline __attribute__((always_inline)) void load_rows(const uint8_t* from, int64_t stride, int n_rows, int nbytes, W* rows) {
+  constexpr int size = sizeof(W);
+  uint8_t padded[8][size];
+  if (n_rows < 8 || nbytes < size) {
     memset(padded, 0, sizeof(padded));
     for (int i = 0; i < n_rows; ++i) memcpy(padded[i], from + i * stride, nbytes);
-    from = padded[0], stride = 32;
+    from = padded[0], stride = size;
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) memcpy(&rows[i], from + i * stride, 32);
+  for (int i = 0; i < 8; ++i) memcpy(&rows[i], from + i * stride, size);
 }
 
 // Store the first nbytes of n_rows of eight rows, `stride` words apart.
@@ -404,29 +408,32 @@ inline __attribute__((always_inline)) void store_rows(const Words* rows, uint32_
 // Input rows of a transposed matrix between the codes in use and the prefetched codes.
 constexpr int kRowsAhead = 64;
 
-// Read up to 64 inputs from input `first` on of up to 64 outputs in AWQ order. words[i][j] holds, in lane l, inputs
+// Words of one input and as many outputs as a vector has nibbles.
+typedef uint32_t WideWords __attribute__((vector_size(4 * kLanes)));
+
+// Read up to 64 inputs from input `first` on of up to 8 kLanes outputs in AWQ order. words[i][j] holds, in lane l, inputs
 // [8 j, 8 j + 8) of output 8 l + i.
-inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, Words (*words)[8]) {
+inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, WideWords (*words)[8]) {
   for (int j = 0; j < (n + 7) / 8; ++j) {
-    Words rows[8];
+    WideWords rows[8];
     const uint8_t* from = m.codes + (first + 8 * j) * m.row_nbytes + first_out / 2;
-    for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (kRowsAhead + i) * m.row_nbytes);
+    for (int i = 0; i < 8; ++i) __builtin_prefetch(from + (kRowsAhead + i) * m.row_nbytes, 0, 2);
     load_rows(from, m.row_nbytes, smaller(8, n - 8 * j), (n_outs + 7) / 8 * 4, rows);
     // Transpose 8 x 8 nibbles in every lane.
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const Words swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
+      const WideWords swapped = (rows[i] >> 16 ^ rows[i + 4]) & 0xffff;
       rows[i + 4] ^= swapped, rows[i] ^= swapped << 16;
     }
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; ++pair) {
       const int i = pair / 2 * 4 + pair % 2;
-      const Words swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
+      const WideWords swapped = (rows[i] >> 8 ^ rows[i + 2]) & 0xff00ff;
       rows[i + 2] ^= swapped, rows[i] ^= swapped << 8;
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2) {
-      const Words swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
+      const WideWords swapped = (rows[i] >> 4 ^ rows[i + 1]) & 0xf0f0f0f;
       rows[i + 1] ^= swapped, rows[i] ^= swapped << 4;
     }
 #pragma GCC unroll 8
@@ -436,21 +443,22 @@ inline void gather_awq(const Matrix& m, int64_t first_out, int n_outs, int64_t f
 
 // Copy the 4-bit codes of n inputs of a transposed matrix into words of eight inputs: words (n_outs, stride).
 inline void gather(const Matrix& m, int64_t first_out, int n_outs, int64_t first, int n, int64_t stride, uint32_t* words) {
-  const int n_words = (n + 7) / 8, width = m.kind == kAwq ? 64 : 8;
+  const int n_words = (n + 7) / 8, width = m.kind == kAwq ? 8 * kLanes : 8;
   for (int w = 0; w < n_words; w += 8) {
     const int n_here = smaller(8, n_words - w);
     for (int out = 0; out < n_outs; out += width) {
       const int n_outs_here = smaller(width, n_outs - out);
       uint32_t* to = words + out * stride + w;
       if (m.kind == kAwq) {
-        Words parts[8][8];
+        WideWords parts[8][8];
         gather_awq(m, first_out + out, n_outs_here, first + 8 * w, smaller(64, n - 8 * w), parts);
-        for (int i = 0; i < 8; ++i) {
-          Words rows[8];
-          load_rows(reinterpret_cast<uint8_t*>(parts[i]), 32, n_here, 32, rows);
-          transpose(rows);
-          store_rows(rows, to + i * stride, 8 * stride, (n_outs_here + 7 - i) / 8, 4 * n_here);
-        }
+        for (int place = 0; place < n_outs_here; place += 64)
+          for (int i = 0; i < 8; ++i) {
+            Words rows[8];
+            load_rows(reinterpret_cast<uint8_t*>(parts[i]) + place / 2, sizeof(WideWords), n_here, 32, rows);
+            transpose(rows);
+            store_rows(rows, to + (place + i) * stride, 8 * stride, smaller(8, (n_outs_here - place + 7 - i) / 8), 4 * n_here);
+          }
       } else {
         Words rows[8];
         const uint8_t* from = m.codes + ((first / 8 + w) * m.n_out + first_out + out) * 4;
@@ -547,8 +555,10 @@ inline void read_scales(const Matrix& m, int64_t row, int64_t first, int n, Grou
   const int64_t place = row / m.block_out * m.grid_columns;
   int64_t group = first / m.block_in, left = (group + 1) * m.block_in - first;
   for (int k = 0; k < n; ++group, left = m.block_in) {
-    const float scale = number(m.scales, m.scale_dtype, place + group) * (m.kind == kFloat8 ? 256.0f : 1.0f);
-    for (const int64_t stop = smaller<int64_t>(n, k + left); k < stop; k += 32) to.scales[k / 32] = scale;
+    const V scale = set1(number(m.scales, m.scale_dtype, place + group) * (m.kind == kFloat8 ? 256.0f : 1.0f));
+    const int stop = static_cast<int>(smaller<int64_t>(n, k + left));
+    for (; k < stop; k += 32 * kLanes) store(to.scales + k / 32, scale);  // the next group overwrites what is too much
+    k = stop;
   }
 }
 
@@ -563,12 +573,12 @@ inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
 thread_local Memory panel_memory, input_memory;
 
-constexpr int64_t kGatheredNbytes = kPanelOuts * (kLongestBlock / 2 + 2 * 4 * kMostTables);
+constexpr int64_t kGatheredNbytes = kGatheredOuts * (kLongestBlock / 2 + 2 * 4 * kMostTables);
 
 // The places of a panel of a transposed matrix in memory of kGatheredNbytes.
 inline Gathered gathered_in(uint8_t* memory, int64_t first_out, int depth) {
-  float* scales = reinterpret_cast<float*>(memory + kPanelOuts * kLongestBlock / 2);
-  return {reinterpret_cast<uint32_t*>(memory), depth / 8, scales, scales + kPanelOuts * kMostTables, first_out};
+  float* scales = reinterpret_cast<float*>(memory + kGatheredOuts * kLongestBlock / 2);
+  return {reinterpret_cast<uint32_t*>(memory), depth / 8, scales, scales + kGatheredOuts * kMostTables, first_out};
 }
 
 // Prefetches as many bytes as n inputs have, some distance ahead of them: processors alone read ahead too little.
@@ -676,6 +686,40 @@ inline int64_t ahead_of_outs(const Matrix& m, int64_t n) {
   return (kAheadOuts + turn - 1) / turn * turn;
 }
 
+// Adds products of vectors of N outputs and of M rows, which lie one behind the other, to sums (N, M).
+template <int N, int M, typename X, typename W>
+inline __attribute__((always_inline)) void add_products(const W* values, const X* rows, V* sums) {
+  const auto add = [&](int j, int row) __attribute__((always_inline)) {
+    V& sum = sums[j * M + row];
+    const X* numbers = rows + row * kDepth<X>;
+#if LEVEL >= 3
+    if constexpr (sizeof(X) == 2) sum = (V)_mm512_dpbf16_ps((__m512)sum, values[j], (__m512bh)_mm512_loadu_si512(numbers));
+#endif
+    if constexpr (sizeof(X) == 4) sum = fma(values[j], load(numbers), sum);
+  };
+  // With few registers, factors stay in memory.
+#if LEVEL >= 2
+#pragma GCC unroll 8
+  for (int row = 0; row < M; ++row)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) add(j, row);
+#else
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j)
+#pragma GCC unroll 8
+    for (int row = 0; row < M; ++row) add(j, row);
+#endif
+}
+
+// Adds a copy: sums whose address a function receives would be stored at each addition.
+template <int n>
+inline __attribute__((always_inline)) void add_sums_of(const V (&sums)[n], float* totals, bool is_first) {
+  V copy[n];
+#pragma GCC unroll 16
+  for (int i = 0; i < n; ++i) copy[i] = sums[i];
+  add_sums(copy, n, totals, is_first);
+}
+
 // Outputs for few rows, whose weights are decoded in registers: lines (n_rows, kLine). The sums are those of `multiply_panel`.
 template <int M, Method method, typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
@@ -683,15 +727,14 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
   // As many sums as hide the latency of an addition, two outputs in turn; 64 tables at most stay in the L1 cache.
   constexpr bool has_tables = method == kFloatTables || method == kShortTables;
   constexpr int N = M == 1 ? (has_tables ? 4 : 8) : M == 2 ? 4 : 2;
-  float totals[kPanelOuts * M];
+  float totals[kGatheredOuts * M];
   const Gathered gathered = gathered_in(reinterpret_cast<uint8_t*>(panel_memory.reserve(kGatheredNbytes)), first_out, depth);
   const bool has_prefetch = !is_gathered(m);
   const int64_t ahead = ahead_of_outs(m, N), chunk_nbytes = kChunk<X> * m.row_nbytes / m.n_in;
   Nibbles nibbles[N];
   const auto add = [&](int64_t first, int out) {
     const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
-    const X* rows[M];
-    for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
+    const X* rows = x + first * n_rows;  // rows behind the last are memory without a meaning
     for (int j = 0; j < N; ++j) prepare<method>(m, gathered, first_out + smaller(out + j, n_outs - 1), first, n, nibbles[j]);
     V sums[N * M];
 #pragma GCC unroll 16
@@ -702,22 +745,12 @@ void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_
         for (int j = 0; j < N; ++j) __builtin_prefetch(nibbles[j].bytes + ahead + chunk * chunk_nbytes, 0, M == 1 ? 2 : 3);
 #pragma GCC unroll 4
       for (int pair = 0; pair < N; pair += 2)
-        decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int j, int i, auto values) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-          for (int row = 0; row < M; ++row) {
-            V& sum = sums[(pair + j) * M + row];
-            const X* numbers = rows[row] + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X));
-#if LEVEL >= 3
-            if constexpr (sizeof(X) == 2) {
-              sum = (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(numbers), values);
-              continue;
-            }
-#endif
-            if constexpr (sizeof(X) == 4) sum = fma(values, load(numbers), sum);
-          }
+        decode<method, 2>(nibbles + pair, order, n < depth, chunk, [&](int i, const auto& values) __attribute__((always_inline)) {
+          const X* numbers = rows + chunk * kChunk<X> + i * (sizeof(values[0]) / sizeof(X));
+          add_products<2, M>(values, numbers, sums + pair * M);
         });
     }
-    add_sums(sums, N * M, totals + out * M, first == 0);
+    add_sums_of(sums, totals + out * M, first == 0);
   };
   if (is_gathered(m)) {
     for (int64_t first = 0; first < m.n_in; first += depth) {
@@ -737,14 +770,13 @@ template <int M, int kind, int product, typename X>
 void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
   constexpr BlockShape shape = kBlock<kind>;
   constexpr int depth = kDepth<X>, N = M == 1 ? 4 : 2;
-  float totals[kPanelOuts * M];
+  float totals[kDecodedOuts * M];
   GroupScales scales[N];
   const int64_t ahead = ahead_of_outs(m, N);
   for (int out = 0; out < n_outs; out += N)
     for (int64_t first = 0; first < m.n_in; first += depth) {
       const int n = static_cast<int>(smaller<int64_t>(depth, m.n_in - first));
-      const X* rows[M];
-      for (int row = 0; row < M; ++row) rows[row] = x + first * n_rows + smaller(row, n_rows - 1) * depth;
+      const X* rows = x + first * n_rows;
       const uint8_t* blocks[N];
       for (int j = 0; j < N; ++j) {
         blocks[j] = m.codes + (first_out + smaller(out + j, n_outs - 1)) * m.row_nbytes + first / shape.n * shape.nbytes;
@@ -761,20 +793,14 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
 #pragma GCC unroll 4
           for (int j = 0; j < N; ++j) codes[j] = codes_of<kind>(grid_of(m), blocks[j], i);
           const auto weights = [&](int j, int k) __attribute__((always_inline)) {
-            return rounded<sizeof(X) == 2 ? kFloat32 : product>(weight_of<kind>(codes[j], scales[j], part + i, k));
+            return rounded<sizeof(X) == 2 ? kFloat32 : product>(weight_of<kind>(codes[j], blocks[j], scales[j], part + i, k));
           };
-          // Outputs share the inputs that they multiply.
 #if LEVEL >= 3
           if constexpr (sizeof(X) == 2) {
             __m512bh values[N];
 #pragma GCC unroll 4
             for (int j = 0; j < N; ++j) values[j] = _mm512_cvtne2ps_pbh((__m512)weights(j, 1), (__m512)weights(j, 0));
-#pragma GCC unroll 8
-            for (int row = 0; row < M; ++row) {
-              const __m512bh a = (__m512bh)_mm512_loadu_si512(rows[row] + (part + i) * 32);
-#pragma GCC unroll 4
-              for (int j = 0; j < N; ++j) sums[j * M + row] = (V)_mm512_dpbf16_ps((__m512)sums[j * M + row], a, values[j]);
-            }
+            add_products<N, M>(values, rows + (part + i) * 32, sums);
           }
 #endif
           if constexpr (sizeof(X) == 4)
@@ -783,12 +809,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
               V values[N];
 #pragma GCC unroll 4
               for (int j = 0; j < N; ++j) values[j] = weights(j, k);
-#pragma GCC unroll 8
-              for (int row = 0; row < M; ++row) {
-                const V a = load(rows[row] + (part + i) * 32 + k * kLanes);
-#pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) sums[j * M + row] = fma(values[j], a, sums[j * M + row]);
-              }
+              add_products<N, M>(values, rows + (part + i) * 32 + k * kLanes, sums);
             }
         }
 #pragma GCC unroll 4
@@ -797,7 +818,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
           blocks[j] += shape.nbytes;
         }
       }
-      add_sums(sums, N * M, totals + out * M, first == 0);
+      add_sums_of(sums, totals + out * M, first == 0);
     }
   for (int row = 0; row < n_rows; ++row)
     for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
@@ -863,9 +884,11 @@ struct Product {
     is_rounded = ::is_rounded(m);
     is_decoded = is_rounded || (n_rows <= kDecodedRows && (order.method != kNoMethod || has_blocks));
     const bool is_tiled = is_few && (n_rows == 1 || !is_direct);
-    n_outs = is_gathered(m) ? kPanelOuts : is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
+    n_outs = is_decoded ? kDecodedOuts : is_tiled ? kTiledOuts : is_few ? kFewOuts : kManyOuts;
+    if (is_gathered(m)) n_outs = is_decoded ? kGatheredOuts : kPanelOuts;
     panel_outs = is_tiled && !is_gathered(m) ? kTile : n_outs;
     while (n_outs > 2 * kFewOuts && !is_gathered(m) && m.n_out < 4 * n_threads * n_outs) n_outs -= kFewOuts;
+    while (n_outs > kPanelOuts && m.n_out < 2 * n_threads * n_outs) n_outs /= 2;
     panel_outs = smaller(panel_outs, n_outs);
   }
 
@@ -878,6 +901,15 @@ struct Product {
   }
 };
 
+// Convert n inputs to X, zeros up to the next multiple of kStep<X>.
+template <typename X, typename T>
+inline void convert_inputs(const T* from, int n, X* to) {
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
+  if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
+  for (k = n; k % kStep<X>; ++k) to[k] = X{};
+}
+
 // Convert the inputs of rows [first, last) to X, in the order of a product's weights.
 template <typename X, typename T>
 void arrange_inputs(const Order<X>& order, const T* x, int64_t ldx, int64_t n_in, int n_rows, int64_t first_row, int64_t last_row,
@@ -888,15 +920,26 @@ void arrange_inputs(const Order<X>& order, const T* x, int64_t ldx, int64_t n_in
       const int n = static_cast<int>(smaller<int64_t>(depth, n_in - first));
       const T* from = x + row * ldx + first;
       X* to = blocks + first * n_rows + row * depth;
-      if (order.method != kNoMethod) {
-        for (int k = 0; k < n; k += kChunk<X>)
-          for (int i = 0; i < kChunk<X>; i += kLanes) store(to + k + i, load_at(from + k, order.inputs + i, n - k));
+      if (order.method == kNoMethod) {
+        convert_inputs(from, n, to);
         continue;
       }
-      int k = 0;
-      for (; k + kLanes <= n; k += kLanes) store(to + k, load(from + k));
-      if (k < n) store_first(to + k, load_first(from + k, n - k), n - k);
-      for (k = n; k % kStep<X>; ++k) to[k] = X{};
+      for (int k = 0; k < n; k += kChunk<X>) {
+        X chunk[kChunk<X>] = {};
+        convert_inputs(from + k, smaller(kChunk<X>, n - k), chunk);
+#if LEVEL >= 3
+        if constexpr (sizeof(X) == 2) {
+          for (int i = 0; i < 64; i += 32) {
+            const auto places = [&](int j) { return _mm512_cvtepi32_epi16(_mm512_loadu_si512(order.inputs + i + j)); };
+            const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(places(0)), places(16), 1);
+            const __m512i low = _mm512_loadu_si512(chunk), high = _mm512_loadu_si512(chunk + 32);
+            _mm512_storeu_si512(to + k + i, _mm512_permutex2var_epi16(low, both, high));
+          }
+          continue;
+        }
+#endif
+        for (int i = 0; i < kChunk<X>; ++i) to[k + i] = chunk[order.inputs[i]];
+      }
     }
 }
 
@@ -942,7 +985,7 @@ void multiply(const Matrix* matrices, int n_matrices, int64_t first_row, int n_t
     products.emplace_back(matrices[i], first_row, n_threads);
     nbytes += products.back().blocks_nbytes();
   }
-  X* blocks = reinterpret_cast<X*>(input_memory.reserve(nbytes));
+  X* blocks = reinterpret_cast<X*>(input_memory.reserve(nbytes + kDecodedRows * kBlockNbytes));
   int64_t n_tasks = 0, n_multiplied = 0;
   for (Product<X>& product : products) {
     const Matrix& m = *product.matrix;

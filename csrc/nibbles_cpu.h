@@ -21,7 +21,7 @@ enum Method {
   kHalves,       // a fixed table, then the scale in the two bytes before every kPart inputs, float32
   kScaled,       // the same with prepared scales
   kShifted,      // the same and a minimum
-  kTwiceShifted, // the same; both differ for low and high nibbles
+  kTwiceShifted, // the same; 32 bytes have the low nibbles of a part and the high nibbles of the next
 };
 
 template <Method method>
@@ -31,16 +31,16 @@ constexpr bool has_minima = method == kShifted || method == kTwiceShifted;
 struct Nibbles {
   const uint8_t* bytes;
   int tables_shift;                      // log2 of the 64s of inputs that share a table
-  alignas(64) float scales[2][kMostParts];  // of low and high nibbles
-  float minima[2][kMostParts];              // added
+  alignas(64) float scales[kMostParts];
+  float minima[kMostParts];              // added
   uint8_t tables[kMostTables][64];
 };
 
 // Codes, scales and zero points of some outputs and inputs of a transposed matrix.
 struct Gathered {
-  uint32_t* words;  // (kPanelOuts, stride), eight inputs each
+  uint32_t* words;  // (kGatheredOuts, stride), eight inputs each
   int stride;
-  float *scales, *zeros;  // (groups, kPanelOuts)
+  float *scales, *zeros;  // (groups, kGatheredOuts)
   int64_t first_out;
 };
 
@@ -162,10 +162,15 @@ struct Order {
 // Convert n numbers from place `first` on. out: writable by whole vectors.
 inline void read_numbers(const void* from, int dtype, int64_t first, int n, float* out) {
   int i = 0;
-  if (dtype == kBFloat16)
-    for (; i + kLanes <= n; i += kLanes) store(out + i, load(static_cast<const BFloat16*>(from) + first + i));
-  if (dtype == kFloat16)
-    for (; i + kLanes <= n; i += kLanes) store(out + i, load(static_cast<const Half*>(from) + first + i));
+  const auto read = [&](auto type) {
+    const auto* numbers = static_cast<const decltype(type)*>(from) + first;
+    for (; i + kLanes <= n; i += kLanes) store(out + i, load(numbers + i));
+#if LEVEL >= 2
+    if (i < n) store(out + i, load_first(numbers + i, n - i)), i = n;
+#endif
+  };
+  if (dtype == kBFloat16) read(BFloat16{});
+  if (dtype == kFloat16) read(Half{});
   for (; i < n; ++i) out[i] = number(from, dtype, first + i);
 }
 
@@ -176,22 +181,23 @@ void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, 
   const int n_groups = (n + group - 1) >> shift;
   const int64_t first_group = m.block_in == group ? first >> shift : first / m.block_in;
   float own_scales[kMostTables + kLanes], own_zeros[kMostTables + kLanes];
-  const float *scales = own_scales, *zeros = own_zeros;
-  int stride = 1;
+  const float offset = static_cast<float>(m.offset), *scales = own_scales, *zeros = &offset;
+  int stride = 1, zero_stride = 0;
   if (m.kind == kColumns || m.kind == kAwq) {
     scales = gathered.scales + row - gathered.first_out, zeros = gathered.zeros + row - gathered.first_out;
-    stride = kPanelOuts;
+    stride = zero_stride = kGatheredOuts;
   } else {
     const int64_t place = row * m.grid_columns + first_group, itemsize = m.scale_dtype == kFloat32 ? 4 : 2;
     read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
     __builtin_prefetch(static_cast<const char*>(m.scales) + (place + kScalesAhead * m.grid_columns) * itemsize);
-    const float offset = static_cast<float>(m.offset);
-    for (int g = 0; g < n_groups; ++g)
-      own_zeros[g] = m.zeros == nullptr ? offset : zero_at(m, row, first_group + g);
+    if (m.zeros != nullptr) {
+      for (int g = 0; g < n_groups; ++g) own_zeros[g] = zero_at(m, row, first_group + g);
+      zeros = own_zeros, zero_stride = 1;
+    }
   }
   const float* codes = table_of(m);
   for (int g = 0; g < n_groups; ++g) {
-    const V scale = set1(scales[g * stride]), zero = set1(zeros[g * stride]);
+    const V scale = set1(scales[g * stride]), zero = set1(zeros[g * zero_stride]);
     const auto values = [&](int k) { return (load(codes + k) - zero) * scale; };
 #if LEVEL == 1
     if constexpr (method == kShortTables) {
@@ -213,57 +219,36 @@ void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, 
   to.tables_shift = shift - 6;
 }
 
-typedef float Floats __attribute__((vector_size(32)));
-
-// Write the scales and minima of the eight parts of a superblock of Q4_K from part i on.
-inline void write_superblock(const uint8_t* b, int i, Nibbles& to) {
-  Floats numbers[2];
-  block_scales<kQ4_K>(b, reinterpret_cast<float*>(&numbers[0]), reinterpret_cast<float*>(&numbers[1]));
-#pragma GCC unroll 2
-  for (int k = 0; k < 2; ++k) {
-    // Two parts have the codes of 64 inputs: low nibbles of the first 32, high nibbles of the others.
-    const Floats of_low = __builtin_shuffle(numbers[k], Words{0, 0, 2, 2, 4, 4, 6, 6});
-    const Floats of_high = __builtin_shuffle(numbers[k], Words{1, 1, 3, 3, 5, 5, 7, 7});
-    memcpy((k ? to.minima : to.scales)[0] + i, &of_low, 32);
-    memcpy((k ? to.minima : to.scales)[1] + i, &of_high, 32);
-  }
-}
-
 inline void write_scales(const Matrix& m, int64_t row, int64_t first, int n, Nibbles& to) {
   const int n_parts = n / kPart;
   // Numbers of parts beyond the last input.
-  for (int i = n_parts; i % (kLongestChunk / kPart); ++i)
-    to.scales[0][i] = to.scales[1][i] = to.minima[0][i] = to.minima[1][i] = 0.0f;
+  for (int i = n_parts; i % (kLongestChunk / kPart); ++i) to.scales[i] = to.minima[i] = 0.0f;
   switch (m.kind) {
     case kE2m1: {
       const uint8_t* exponents = static_cast<const uint8_t*>(m.scales) + row * m.grid_columns + first / kPart;
-      for (int i = 0; i < n_parts; ++i) to.scales[0][i] = number(exponents, kExponent8, i);
+      for (int i = 0; i < n_parts; ++i) to.scales[i] = number(exponents, kExponent8, i);
       return;
     }
-    case kQ4_0: case kIq4Nl: read_halves<18>(to.bytes, n_parts, to.scales[0]); return;
+    case kQ4_0: case kIq4Nl: read_halves<18>(to.bytes, n_parts, to.scales); return;
     case kQ4_1:
-      read_halves<20>(to.bytes, n_parts, to.scales[0]);
-      read_halves<20>(to.bytes + 2, n_parts, to.minima[0]);
+      read_halves<20>(to.bytes, n_parts, to.scales);
+      read_halves<20>(to.bytes + 2, n_parts, to.minima);
       return;
     case kQ4_K:
-      for (int i = 0; i < n_parts; i += 8) write_superblock(to.bytes + i / 8 * 144, i, to);
+      for (int i = 0; i < n_parts; i += 8) block_scales<kQ4_K>(to.bytes + i / 8 * 144, to.scales + i, to.minima + i);
       return;
     case kIq4Xs:
-      for (int i = 0; i < n_parts; i += 8) {
-        float minima[16];
-        block_scales<kIq4Xs>(to.bytes + i / 8 * 136, to.scales[0] + i, minima);
-      }
+      for (int i = 0; i < n_parts; i += 8) block_scales<kIq4Xs>(to.bytes + i / 8 * 136, to.scales + i, to.minima + i);
       return;
   }
 }
 
 // Read the scales and zero points of n_groups groups of n_outs outputs of a transposed matrix.
 inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_outs, const Gathered& to) {
-  typedef int32_t Ints __attribute__((vector_size(32)));
   for (int g = 0; g < n_groups; ++g) {
     const int64_t place = (group + g) * m.grid_columns + to.first_out;
-    read_numbers(m.scales, m.scale_dtype, place, n_outs, to.scales + g * kPanelOuts);
-    float* zeros = to.zeros + g * kPanelOuts;
+    read_numbers(m.scales, m.scale_dtype, place, n_outs, to.scales + g * kGatheredOuts);
+    float* zeros = to.zeros + g * kGatheredOuts;
     const bool is_packed = m.zeros != nullptr && m.bits == 4 && (m.zero_order == kRows || m.zero_order == kAwq);
     if (!is_packed) {
       for (int i = 0; i < n_outs; ++i) zeros[i] = zero_at(m, group + g, to.first_out + i);
@@ -273,9 +258,7 @@ inline void gather_groups(const Matrix& m, int64_t group, int n_groups, int n_ou
     const int64_t first = (group + g) * ((m.grid_columns + 7) / 8) + to.first_out / 8;
     for (int i = 0; i < n_outs; i += 8) {
       const Words word = word_at(m.zeros, first + i / 8) - Words{};
-      const Words codes = ((word >> shifts) + static_cast<uint32_t>(m.zero_plus)) & 15;
-      const Floats numbers = __builtin_convertvector((Ints)codes, Floats);
-      memcpy(zeros + i, &numbers, 32);
+      store8(zeros + i, as_floats(((word >> shifts) + static_cast<uint32_t>(m.zero_plus)) & 15));
     }
   }
 }
@@ -322,24 +305,30 @@ inline auto load_words(const uint8_t* bytes, const int* offsets) {
 #endif
 }
 
-// One number for each of the parts of a chunk.
-inline V widen_parts(const float* parts) {
+// One number for each part of a chunk; of kTwiceShifted for those with low or high nibbles.
+template <Method method>
+inline V widen_parts(const float* parts, int half) {
+  constexpr bool is_twice = method == kTwiceShifted;
 #if LEVEL >= 2
-  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  return (V)_mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(_mm_loadu_ps(parts)));
-#elif LEVEL == 1
+  const VI pairs = VI{0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2} + half;
+  const VI lanes = is_twice ? pairs : VI{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  return (V)_mm512_permutexvar_ps((__m512i)lanes, _mm512_castps128_ps512(_mm_loadu_ps(parts)));
+#else
+  if constexpr (is_twice) return set1(parts[half]);
+#if LEVEL == 1
   return (V)_mm256_blend_ps(_mm256_broadcast_ss(parts), _mm256_broadcast_ss(parts + 1), 0xf0);
 #else
   V wide;
   for (int i = 0; i < kLanes; ++i) wide[i] = parts[i / 4];
   return wide;
 #endif
+#endif
 }
 
-// The numbers of the parts of a chunk, or of a part, that multiply its codes. codes: of the first part.
+// The numbers of the parts of a chunk that multiply its codes.
 template <Method method>
 inline V scales_of(const Nibbles& nibbles, int half, int part, const int* offsets) {
-  if constexpr (method != kHalves) return widen_parts(nibbles.scales[half] + part);
+  if constexpr (method != kHalves) return widen_parts<method>(nibbles.scales + part, half);
   const auto bits = [&](int i) {
     int16_t scale;
     memcpy(&scale, nibbles.bytes + offsets[i] - 2, 2);
@@ -352,12 +341,12 @@ inline V scales_of(const Nibbles& nibbles, int half, int part, const int* offset
   return (V)_mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_set1_epi16(bits(0)), _mm_set1_epi16(bits(1))));
 #else
   const float both[2] = {to_float(Half{static_cast<uint16_t>(bits(0))}), to_float(Half{static_cast<uint16_t>(bits(1))})};
-  return widen_parts(both);
+  return widen_parts<method>(both, half);
 #endif
 }
 
-// Pass the vectors of values of a chunk of N outputs to use(j, i, values), i in order for every output j. Outputs take
-// turns: the sums of an output wait for each other.
+// Pass vectors i of the values of a chunk of N outputs to use(i, values), in order. Outputs take turns: the sums of an output
+// wait for each other.
 template <Method method, int N, typename Use>
 inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order<float>& order, bool is_last, int chunk,
                                                   Use use) {
@@ -377,12 +366,12 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
     for (int j = 0; j < N; ++j) {
       if (half > 0 && method != kTwiceShifted) continue;
       if (is_scaled) scales[j] = scales_of<method>(nibbles[j], half, part, offsets);
-      if (has_minima<method>) minima[j] = widen_parts(nibbles[j].minima[half] + part);
+      if (has_minima<method>) minima[j] = widen_parts<method>(nibbles[j].minima + part, half);
     }
-    const auto pass = [&](int j, int i, V value) __attribute__((always_inline)) {
-      if constexpr (method == kHalves || method == kScaled) value *= scales[j];
-      if constexpr (has_minima<method>) value = fma(value, scales[j], minima[j]);
-      use(j, 4 * half + i, value);
+    const auto scaled = [&](int j, V value) __attribute__((always_inline)) {
+      if constexpr (method == kHalves || method == kScaled) return value * scales[j];
+      if constexpr (has_minima<method>) return fma(value, scales[j], minima[j]);
+      return value;
     };
 #if LEVEL == 1
     if constexpr (method != kFloatTables) {
@@ -397,17 +386,21 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
         halves[j][0] = _mm256_unpacklo_epi8(a, b), halves[j][1] = _mm256_unpackhi_epi8(a, b);
       }
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i) {
+        V values[N];
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
           const __m256i both = halves[j][i / 2];
-          pass(j, i, (V)(i % 2 ? _mm256_and_si256(both, upper) : _mm256_slli_epi32(both, 16)));
+          values[j] = scaled(j, (V)(i % 2 ? _mm256_and_si256(both, upper) : _mm256_slli_epi32(both, 16)));
         }
+        use(4 * half + i, values);
+      }
       continue;
     }
 #endif
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 4; ++i) {
+      V values[N];
 #pragma GCC unroll 4
       for (int j = 0; j < N; ++j) {
         const float* numbers = reinterpret_cast<const float*>(tables[j]);
@@ -419,18 +412,20 @@ inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const 
           const uint8_t* next = nibbles[j].tables[(chunk * 2 + 1) >> nibbles[j].tables_shift];
           value = _mm512_mask_permutexvar_ps(value, 0xff00, index, _mm512_loadu_ps(next));
         }
-        pass(j, i, (V)value);
+        values[j] = scaled(j, (V)value);
 #elif LEVEL == 1
         const __m256i index = _mm256_srli_epi32(words[j], shift);
         const __m256 low = _mm256_permutevar8x32_ps((__m256)load(numbers), index);
         const __m256 high = _mm256_permutevar8x32_ps((__m256)load(numbers + 8), index);
-        pass(j, i, (V)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(words[j], 28 - shift)));
+        values[j] = scaled(j, (V)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(words[j], 28 - shift)));
 #else
         V value;
         for (int lane = 0; lane < kLanes; ++lane) value[lane] = numbers[words[j][lane] >> shift & 15];
-        pass(j, i, value);
+        values[j] = scaled(j, value);
 #endif
       }
+      use(4 * half + i, values);
+    }
   }
 }
 
@@ -440,30 +435,38 @@ template <Method method, int N, typename Use>
 inline __attribute__((always_inline)) void decode(const Nibbles* nibbles, const Order<BFloat16>& order, bool is_last, int chunk,
                                                   Use use) {
   const int part = 2 * chunk, *offsets = order.offsets[is_last] + part;
-  // The table of a part has 16 values. The second part looks up in the upper half of a vector.
-  const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1), mask = _mm512_set1_epi16(15);
+  // A table has 16 values of each of two parts. The second part, or the high nibbles, look up in its upper half.
+  const __m512i mask = _mm512_set1_epi16(15), upper = _mm512_set1_epi16(16);
+  const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm512_castsi512_si256(upper), 1);
+  __m512i tables[N], places[2][N];
 #pragma GCC unroll 8
   for (int j = 0; j < N; ++j) {
     const auto codes = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(nibbles[j].bytes + offsets[i])); };
     const __m512i words = _mm512_cvtepu8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(codes(0)), codes(1), 1));
-    __m512i table;
-    if constexpr (method == kShortTables) table = _mm512_loadu_si512(nibbles[j].tables[chunk >> nibbles[j].tables_shift]);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      __m512i places = half ? _mm512_srli_epi16(words, 4) : words;
-      if constexpr (method != kShortTables) {
-        places = _mm512_or_si512(half ? places : _mm512_and_si512(places, mask), second);
-        const auto values = [&](int i) {
-          const V numbers = load(reinterpret_cast<const float*>(order.table));
-          const float scale = nibbles[j].scales[half][part + i];
-          if constexpr (method == kScaled) return numbers * scale;
-          return fma(numbers, set1(scale), set1(nibbles[j].minima[half][part + i]));
-        };
-        // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
-        if (method == kTwiceShifted || half == 0) table = (__m512i)_mm512_cvtne2ps_pbh((__m512)values(1), (__m512)values(0));
-      }
-      use(j, half, (__m512bh)_mm512_permutexvar_epi16(places, table));
+    const __m512i high = _mm512_srli_epi16(words, 4);
+    if constexpr (method == kShortTables) {
+      tables[j] = _mm512_loadu_si512(nibbles[j].tables[chunk >> nibbles[j].tables_shift]);
+      places[0][j] = words, places[1][j] = high;
+      continue;
     }
+    const auto values = [&](int i) {
+      const V numbers = load(reinterpret_cast<const float*>(order.table));
+      const float scale = nibbles[j].scales[part + i];
+      if constexpr (has_minima<method>) return (__m512)scale_and_shift(numbers, scale, nibbles[j].minima[part + i]);
+      return (__m512)(numbers * set1(scale));
+    };
+    // Subnormal values become 0, as in `_mm512_dpbf16_ps`.
+    tables[j] = (__m512i)_mm512_cvtne2ps_pbh(values(1), values(0));
+    const __m512i low = _mm512_and_si512(words, mask);
+    places[0][j] = method == kTwiceShifted ? low : _mm512_or_si512(low, second);
+    places[1][j] = _mm512_or_si512(high, method == kTwiceShifted ? upper : second);
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    __m512bh values[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) values[j] = (__m512bh)_mm512_permutexvar_epi16(places[half][j], tables[j]);
+    use(half, values);
   }
 }
 #endif
@@ -475,7 +478,7 @@ inline void unpack_chunks(const Matrix& m, const Order<X>& order, const Gathered
   Nibbles nibbles;
   prepare<method>(m, gathered, row, first, n, nibbles);
   for (int chunk = 0; chunk * kChunk<X> < n; ++chunk)
-    decode<method, 1>(&nibbles, order, first + kDepth<X> > m.n_in, chunk, [&](int, int i, auto values) __attribute__((always_inline)) {
-      memcpy(out + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X)), &values, sizeof(values));
+    decode<method, 1>(&nibbles, order, first + kDepth<X> > m.n_in, chunk, [&](int i, const auto& values) __attribute__((always_inline)) {
+      memcpy(out + chunk * kChunk<X> + i * (sizeof(values) / sizeof(X)), values, sizeof(values));
     });
 }

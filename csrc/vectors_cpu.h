@@ -101,15 +101,14 @@ inline void store(Half* to, V value) {
 template <typename T>
 inline V load_first(const T* from, int n) {
   T padded[kLanes] = {};
+#if LEVEL >= 2
+  if constexpr (sizeof(T) == 2) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(padded), _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1 << n) - 1), from));
+    return load(padded);
+  }
+#endif
   for (int i = 0; i < n; ++i) padded[i] = from[i];
   return load(padded);
-}
-// Numbers at kLanes places, zeros from place n on.
-template <typename T>
-inline V load_at(const T* from, const int* places, int n) {
-  T lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = places[i] < n ? from[places[i]] : T{};
-  return load(lanes);
 }
 template <typename T>
 inline void store_first(T* to, V value, int n) {

@@ -1,13 +1,13 @@
 """How close to the ceilings of a CPU are products of stored weights and attention?
 
-    python -m bench.compute [--parts products pass attention] [--size 2100MB] [--rows 176]
+    python -m bench.compute [--parts products cycles pass attention] [--size 2100MB] [--rows 176]
         [--context 300]
 
 products: every weight format, and torch's product, against the multiply-add peak and the memory
-bandwidth of the same round. pass: shares of the CPU kernels in a resident tree pass, and
-attention's share of the multiply-adds. attention: implementations of attention, interleaved. --avx2
-restricts torch, MKL and oneDNN to AVX2. --activations int8 also measures types of GGUF with inputs
-rounded to 8 bits.
+bandwidth of the same round. cycles: one and eight rows of a matrix in the L2 cache. pass: shares of
+the CPU kernels in a resident tree pass, and attention's share of the multiply-adds. attention:
+implementations of attention, interleaved. --avx2 restricts torch, MKL and oneDNN to AVX2.
+--activations int8 also measures types of GGUF with inputs rounded to 8 bits.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from offload_rt.ops import cpu, reference
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 
-PARTS = ("products", "pass", "attention")
+PARTS = ("products", "cycles", "pass", "attention")
 # Kernels of the CPU library by kind.
 _KINDS = {
     "offload_rt_linear": "products",
@@ -185,6 +185,8 @@ def main() -> None:
     results: dict[str, object] = {}
     if "products" in flags.parts:
         results |= products.report(flags.formats, flags.rounds, flags.activations == "int8")
+    if "cycles" in flags.parts:
+        results |= products.report_cycles(flags.formats)
     if "pass" in flags.parts:
         results["shares"] = shares_of_pass(flags)
     if "attention" in flags.parts:

@@ -202,6 +202,17 @@ def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(level, name, d
         assert_equal(linear(x[first:last], matrix), full[first:last])
 
 
+@pytest.mark.parametrize("name", ["awq-128", "columns-128"])
+def test_few_rows_of_a_wide_transposed_matrix_equal_many_rows(level, name):
+    """Few rows read more outputs at a time."""
+    matrix, _ = large_matrix(name, 2200, 256, torch.bfloat16)
+    for dtype in FLOATS:
+        x = torch.randn(64, 256).to(dtype)
+        full = linear(x, matrix)
+        for n_rows in (1, 2, 7, 16):
+            assert_equal(linear(x[:n_rows], matrix), full[:n_rows])
+
+
 # Weights that are integer codes times scales.
 INTEGERS = ("int8-4096", "int8-64", "rows8-128", *BLOCKS)
 
