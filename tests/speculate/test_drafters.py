@@ -13,6 +13,7 @@ from support.tiny import (
     COMBINATIONS,
     DRAFTERS,
     Steady,
+    after_start,
     begin,
     drafter_of,
     logits_of,
@@ -137,6 +138,21 @@ def test_tokens_are_copied_while_their_rows_pay(llm, row_s, n_copied):
     match = drafter._likely_match(sequence, 10)
     cost = drafter._round_cost(sequence, 12, 1)
     assert drafter._worth_copying(match, cost) == tuple(range(n_copied))
+    (tree,) = drafter.propose([sequence], 17)
+    assert tuple(range(n_copied)) in tree.paths() and len(tree.topology) <= 17
+
+
+@pytest.mark.parametrize(("level_s", "n_drafted"), [(0.0, 40), (1e6, 3)])
+def test_levels_that_cost_too_much_are_drafted_seldom(llm, monkeypatch, level_s, n_drafted):
+    """At every 16th length of a text, for the statistics."""
+    started = []
+    after_start(monkeypatch, lambda state, tokens: started.append(len(tokens)))
+    drafter = drafter_of(llm, "dynamic_tree", "match", LIMITS, level_s)
+    text = prompt_of(0, 56)
+    for n in range(16, 56):
+        drafter.propose([Sequence(text[:n], SamplingParams(40), 200)], 17)
+    assert len(started) == n_drafted
+    assert level_s == 0 or started == [16, 32, 48]
 
 
 def test_prompts_of_a_draft_model_are_not_rounds(pair, monkeypatch):

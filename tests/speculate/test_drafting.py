@@ -207,6 +207,9 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
         learned = counts_of(llm.engine.drafter.pair_stats)
         pair_ids = llm.spec.target.checkpoint.identity, llm.spec.draft.drafting.draft.identity
         assert not (cache / "pairs.json").exists()
+    # Trees of coupled noise are not trees of temperature 0.
+    kind = "without_replacement" if drafter == "static_tree" else "coupled-dynamic"
+    assert f"{kind} 0.8" in learned
     drafted = [counts for kind, counts in learned.items() if "recycled" not in kind]
     assert all(sum(tried) > 0 for (_, tried), _, _ in drafted)
     assert counts_of(PairStats.load(*pair_ids)) == learned
