@@ -14,7 +14,8 @@ import expand
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
-from support.processes import is_soon_over, is_written
+from support.processes import is_running, is_written
+from support.programs import wait_until
 from support.tiny import keep_steady, say
 from transformers import Qwen3MoeConfig
 
@@ -292,8 +293,7 @@ def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
 
     class Timer(threading.Timer):
         def run(self):
-            while not is_written(pid):
-                pass
+            wait_until(lambda: is_written(pid))
             self.function()
 
     monkeypatch.setattr(sections.threading, "Timer", Timer)
@@ -303,7 +303,8 @@ def test_section_timeout_ends_its_processes(tmp_path, monkeypatch):
     result = run_section([sys.executable, "-c", code], 5, tmp_path / "log", records.append)
     assert result == {"failed": "took more than 5 s", "result": {"a": 1}}
     assert records == [{"failed": "it was killed", "result": {"a": 1}}, result]
-    assert is_soon_over(int(pid.read_text())) and not ended.exists()
+    wait_until(lambda: not is_running(int(pid.read_text())))
+    assert not ended.exists()
 
 
 def test_failed_or_outdated_sections_run_again(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.command_line import PROMPT, one_sentence
+from support.programs import wait_until
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
@@ -112,10 +112,8 @@ def _nothing_is_left(model: Path) -> Iterator[None]:
     threads = {*threading.enumerate()}
     files = len(os.listdir("/proc/self/fd"))
     yield
-    until = time.monotonic() + 30
-    while not {*threading.enumerate()} <= threads and time.monotonic() < until:
-        time.sleep(0.01)  # an interrupt may meet a thread that nobody can join yet
-    assert {*threading.enumerate()} <= threads
+    # An interrupt may meet a thread that nobody can join yet.
+    wait_until(lambda: {*threading.enumerate()} <= threads)
     assert len(os.listdir("/proc/self/fd")) == files
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
-from support.fake_gpu import fake_gpu
-from support.streams import PATIENCE_S, FakeGPU, Host, eventually, wanted
+from support.fake_gpu import PATIENCE_S, fake_gpu
+from support.programs import wait_until
+from support.streams import FakeGPU, Host, wanted
 from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of, say
 
 from bench.models.tiny import config_of
@@ -93,7 +94,7 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
-        assert eventually(lambda: n_reads(tier).get(3) == 1)
+        wait_until(lambda: n_reads(tier).get(3) == 1)
         device.seen()
         visit(cache, device, 1, [0, 2])
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
@@ -102,7 +103,7 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         visit(cache, device, 1, [0])
         cache.expect(1, [0, 1, 2])
         visit(cache, device, 0, [0])
-        assert eventually(lambda: n_reads(tier).get(4) == 1)
+        wait_until(lambda: n_reads(tier).get(4) == 1)
     assert n_reads(tier) == {3: 1, 0: 1, 4: 1}
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
-from support.fake_gpu import fake_gpu
-from support.streams import PATIENCE_S, FakeGPU, Host, content, stream_layers, wanted
+from support.fake_gpu import PATIENCE_S, fake_gpu
+from support.programs import wait_until
+from support.streams import FakeGPU, Host, content, stream_layers, wanted
 from support.tiny import feed, generate, keep_steady, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
 
@@ -207,8 +208,7 @@ def test_host_does_not_wait_for_a_running_copy(files):
         set_rates(cache.host, 0.5)
         assert copied(1, 0) == set()
         go.set()
-        while cache._coming:
-            time.sleep(0.001)
+        wait_until(lambda: not cache._coming)
         assert copied(1, 0) == {0}
         cache.host.close()
 

@@ -16,15 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack
-from support.fake_gpu import FakeCopyDevice
+from support.fake_gpu import PATIENCE_S, FakeCopyDevice
+from support.programs import wait_until
 from support.streams import (
     N_LAYERS,
-    PATIENCE_S,
     FakeGPU,
     Host,
     RealGPU,
     Watched,
-    eventually,
     stream_layers,
     wanted,
 )
@@ -186,9 +185,7 @@ def test_next_pass_is_prefetched_up_to_the_slots(make, n_slots, files):
         # Nobody sweeps yet, and nobody sweeps between the passes.
         for n_passes in range(4):
             n_before = n_passes * len(order)
-            assert eventually(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots])), (
-                tier.n_done
-            )
+            wait_until(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots]))
             time.sleep(0.01)
             assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
             b.sweep()
@@ -200,7 +197,7 @@ def test_queued_copies_never_exceed_the_slots(n_slots, files):
         n_done = 0
         for _ in range(2):
             for block in b.streamer.sweep():
-                assert eventually(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
+                wait_until(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
                 b.device.look(block)
                 n_done += 1
 

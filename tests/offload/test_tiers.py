@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import raw_bytes, write_file
 from support.layers import NAMES, on_disk, some_layers
+from support.programs import wait_until
 from torch import Tensor
 
 from offload_rt.errors import LinkError
@@ -111,11 +112,9 @@ def test_done_ahead_works_one_ahead_in_order():
         return i
 
     for i, result in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
-        until = time.monotonic() + 20
-        while len(begun) < min(i + 2, 5) and time.monotonic() < until:
-            time.sleep(0.001)
-        assert result == i
-        assert len(begun) == min(i + 2, 5)
+        n_begun = min(i + 2, 5)
+        wait_until(lambda n=n_begun: len(begun) >= n)
+        assert (result, len(begun)) == (i, n_begun)
     assert list(done_ahead([], "works")) == []
 
 

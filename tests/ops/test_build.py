@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,8 @@ import build_kernels
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
-from support.processes import is_soon_over, is_written
+from support.processes import is_running, is_written
+from support.programs import wait_until
 
 from offload_rt.ops import build, cpu, extension
 from offload_rt.ops.build import NotBuilt, Recipe
@@ -169,15 +169,14 @@ def test_missing_compiler_or_folder_has_a_reason(folders, monkeypatch):
 
 def test_interrupt_ends_the_compiler_and_leaves_no_file(folders, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
-        while not is_written(folders / "calls"):
-            time.sleep(0.01)
+        wait_until(lambda: is_written(folders / "calls"))
         raise KeyboardInterrupt
 
     compiler(folders, "sleep 60")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(subprocess.Popen, "communicate", interrupted)
         find(TINY)
-    assert is_soon_over(calls(folders)[0])
+    wait_until(lambda: not is_running(calls(folders)[0]))
     compiler(folders, 'exec g++ "$@"')
     assert find(TINY).exists()  # it is no build that failed
 

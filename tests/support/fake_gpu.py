@@ -11,11 +11,11 @@ the device, an array made from a tensor of the device.
 
 import ctypes
 import functools
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -320,31 +320,21 @@ class Stream:
     """A CUDA stream: runs work in order, on a thread or at once."""
 
     def __init__(self, is_asynchronous: bool) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if is_asynchronous:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+        self._thread = ThreadPoolExecutor(1) if is_asynchronous else None
 
     def put(self, work: Callable[[], object]) -> None:
         if self._thread is None:
             work()
         else:
-            self._work.put(work)
+            self._thread.submit(work)
 
     def flush(self) -> None:
-        done = threading.Event()
-        self.put(done.set)
-        assert done.wait(PATIENCE_S), "a stream of the fake GPU hangs"
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result(PATIENCE_S)
 
     def close(self) -> None:
         if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+            self._thread.shutdown()
 
 
 class FakeCopyDevice:

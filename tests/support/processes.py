@@ -1,21 +1,12 @@
 """Processes that tests start and look for."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
-
-
-def is_soon_over(pid: int) -> bool:
-    """Return whether a process ends within 20 s; signals need a moment."""
-    until = time.monotonic() + 20
-    while _is_running(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not _is_running(pid)
 
 
 @contextmanager
@@ -33,7 +24,7 @@ def is_written(path: Path) -> bool:
     return path.exists() and path.read_text() != ""
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Return whether a process runs; a zombie has ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -17,7 +17,7 @@ from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout, PackedLayer
 from support.checkpoints import raw_bytes
-from support.fake_gpu import PATIENCE_S, FakeCopyDevice
+from support.fake_gpu import FakeCopyDevice
 from support.layers import NAMES, some_layers
 
 # What happens before a read: told the layer, and how often that layer has been asked for.
@@ -162,10 +162,3 @@ class Watched:
             return nbytes
 
         return watched
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    end = time.perf_counter() + PATIENCE_S
-    while not holds() and time.perf_counter() < end:
-        time.sleep(0.001)
-    return holds()
