@@ -138,8 +138,9 @@ def test_tokens_are_copied_while_their_rows_pay(llm, row_s, n_copied):
     match = drafter._likely_match(sequence, 10)
     cost = drafter._round_cost(sequence, 12, 1)
     assert drafter._worth_copying(match, cost) == tuple(range(n_copied))
-    (tree,) = drafter.propose([sequence], 17)
-    assert tuple(range(n_copied)) in tree.paths() and len(tree.topology) <= 17
+    if row_s == 0:
+        (tree,) = drafter.propose([sequence], 17)
+        assert tuple(range(n_copied)) in tree.paths() and len(tree.topology) == 17
 
 
 @pytest.mark.parametrize(("level_s", "n_drafted"), [(0.0, 40), (1e6, 3)])
