@@ -235,14 +235,12 @@ inline void scale_bytes(Bytes codes, float factor, float* out) {
 }
 
 typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
 inline void store8(float* to, Floats numbers) { memcpy(to, &numbers, sizeof(numbers)); }
 
 // The eight nibbles of a word, the lowest first, and signed words as numbers.
 inline Words nibbles8(uint32_t word) { return (word - Words{}) >> Words{0, 4, 8, 12, 16, 20, 24, 28} & 15; }
-inline Floats as_floats(Words words) {
-  typedef int32_t Ints __attribute__((vector_size(32)));
-  return __builtin_convertvector((Ints)words, Floats);
-}
+inline Floats as_floats(Words words) { return __builtin_convertvector((Ints)words, Floats); }
 
 // The scale and minimum of each group of a block of 256 inputs.
 template <int kind>

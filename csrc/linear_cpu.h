@@ -697,18 +697,9 @@ inline __attribute__((always_inline)) void add_products(const W* values, const X
 #endif
     if constexpr (sizeof(X) == 4) sum = fma(values[j], load(numbers), sum);
   };
-  // With few registers, factors stay in memory.
-#if LEVEL >= 2
-#pragma GCC unroll 8
-  for (int row = 0; row < M; ++row)
-#pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) add(j, row);
-#else
-#pragma GCC unroll 8
-  for (int j = 0; j < N; ++j)
-#pragma GCC unroll 8
-    for (int row = 0; row < M; ++row) add(j, row);
-#endif
+  // Outputs share a loaded vector of a row; with few registers, it remains in memory.
+#pragma GCC unroll 16
+  for (int i = 0; i < M * N; ++i) LEVEL >= 2 ? add(i % N, i / N) : add(i / M, i % M);
 }
 
 // Adds a copy: sums whose address a function receives would be stored at each addition.

@@ -191,7 +191,11 @@ void write_group_tables(const Matrix& m, const Gathered& gathered, int64_t row, 
     read_numbers(m.scales, m.scale_dtype, place, n_groups, own_scales);
     __builtin_prefetch(static_cast<const char*>(m.scales) + (place + kScalesAhead * m.grid_columns) * itemsize);
     if (m.zeros != nullptr) {
-      for (int g = 0; g < n_groups; ++g) own_zeros[g] = zero_at(m, row, first_group + g);
+      // Zero points that are packed along outputs have the same place in adjacent words.
+      const uint8_t* words = m.zeros + 4 * (row / 8 * m.grid_columns + first_group);
+      const auto zero = [&](int g) { return ((word_at(words, g) >> row % 8 * 4) + static_cast<uint32_t>(m.zero_plus)) & 15; };
+      for (int g = 0; g < n_groups; ++g)
+        own_zeros[g] = m.zero_order == kColumns ? static_cast<float>(zero(g)) : zero_at(m, row, first_group + g);
       zeros = own_zeros, zero_stride = 1;
     }
   }

@@ -89,7 +89,6 @@ constexpr bool is_unsigned = kBlock<kind>.has_minima || kOffset<kind> > 0;
 // Sums of four neighbouring products of codes of weights and signed codes from -127 on, as floats.
 template <bool is_unsigned>
 inline __attribute__((always_inline)) Floats multiply_codes(Codes w, Codes x) {
-  typedef int32_t Ints __attribute__((vector_size(32)));
 #if LEVEL >= 1
   const __m256i sizes = is_unsigned ? (__m256i)w : _mm256_abs_epi8((__m256i)w);
   const __m256i signed_x = is_unsigned ? (__m256i)x : _mm256_sign_epi8((__m256i)x, (__m256i)w);
