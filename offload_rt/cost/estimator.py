@@ -43,6 +43,11 @@ class CostEstimator:
         self._learns = True
         self.level_s = transfer_s(draft_nbytes, profile.memory_gbps)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether predictions follow from a measured profile or pass."""
+        return self._n_passes > 0
+
     def fixed(self, level_s: float) -> "CostEstimator":
         """Return a copy that learns nothing and predicts `level_s` seconds per draft level."""
         estimator = copy(self)

@@ -53,6 +53,9 @@ class PassMeter:
         ended = time.perf_counter()
         self._trace.add(VERIFY, f"{n_tokens} tokens of {n_nodes} nodes", self._computed, ended)
         nbytes, busy_s = self._link.read()
+        if self._predicted_s is not None and not self._cost.is_measured:
+            # Plain decoding measures no profile: its first pass is the first measurement.
+            self._predicted_s = ended - self._started
         times = PassTimes(
             self._started,
             self._drafted,

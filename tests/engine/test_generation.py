@@ -206,6 +206,17 @@ def test_prompt_passes_do_not_train_the_cost_model(zoo):
     assert (second.stats.n_passes, measured(second)) == (4, [1] * 3)
 
 
+def test_first_plain_pass_is_a_measurement_and_no_prediction(zoo):
+    with open_llm(zoo.directory("llama", 0), max_model_len=256) as llm:
+        (sequence,) = llm.requests.build(prompt_of(0), SamplingParams(max_new_tokens=4)).sequences
+        llm.engine.add(sequence)
+        for _ in range(4):
+            llm.engine.step()
+    _, (first, _, _), (second, _, _), _ = sequence.stats.passes
+    assert first.predicted_s == first.ended - first.started
+    assert second.predicted_s != second.ended - second.started
+
+
 def test_seed_determines_the_tokens(zoo):
     texts = []
     with open_llm(zoo.directory("llama", 0)) as llm:

@@ -193,6 +193,8 @@ class Steady:
     pass_s  seconds of passes by their rows; by default a tenth of a pass for every 100 rows
     """
 
+    is_measured = True
+
     def __init__(
         self,
         level_s: float = 0.01,
