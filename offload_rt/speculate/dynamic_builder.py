@@ -25,6 +25,9 @@ _MOST_OPENED = (1024, 32)
 _SHARES = (1 / 8, 1 / 4, 1 / 2, 1)
 # Nodes of a level whose acceptance is forecast.
 _N_FORECAST = 64
+# Drafting may cost this factor by the forecast, which is not more precise: drafted trees teach the
+# statistics. A round of a streamed model costs less.
+_FREE = 1.01
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class RoundCost:
 
         The draft's candidates are as likely to be correct where the nodes miss a token.
         """
-        plain = self.best(chances)[1]
+        least = self.best(chances)[1] / _FREE
         drafted = np.ones(1)
         rates = [0.0]
         for depth, chance in enumerate(missed, 1):
@@ -67,9 +70,9 @@ class RoundCost:
             chances = np.append(chances, chance * drafted)
             if depth % n_levels == 0 or depth == len(missed):
                 rates.append(self.best(_descending(chances), -(-depth // n_levels))[1])
-                if rates[-1] >= plain or rates[-1] < rates[-2]:
+                if rates[-1] >= least or rates[-1] < rates[-2]:
                     break
-        return rates[-1] >= plain
+        return rates[-1] >= least
 
     def least_worth(self, chances: np.ndarray, waiting: np.ndarray, n_rounds: int) -> float:
         """Return the least chance of a waiting node whose child pays; above 1 if no round pays.

@@ -55,9 +55,9 @@ def grow(
 def random_case(
     seed: int, dtype: torch.dtype, vocabulary: int = 12
 ) -> tuple[DraftTree, Tensor, Tensor]:
-    """A tree of up to 40 nodes, the target's distributions, and a number for each node."""
+    """A tree of 1 to 40 nodes, the target's distributions, and a number for each node."""
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, 41))
+    n = int(rng.integers(1, 41))
     kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
     is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(
         kind, np.ones(n, bool)
