@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import Context, NodeProbs
+from offload_rt.speculate import tree_state
 from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.speculate.verify import coupled
 from offload_rt.tree.topology import Topology
@@ -209,6 +211,20 @@ def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter,
         has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
         if tree_size == 24 and "draft_model" in settings and has_room:
             assert all(output.stats.n_passes < N_NEW for output in outputs), "nothing was accepted"
+
+
+@pytest.mark.parametrize("n_at_once", [1, 2, 5])
+def test_noise_of_some_rows_at_once_is_that_of_their_levels(n_at_once, monkeypatch):
+    monkeypatch.setattr(tree_state, "changed_rows", lambda _: n_at_once)
+    sequence = Sequence([1, 2, 3], SamplingParams(4), 16)
+    state = tree_state.TreeState(5, 8, sequence, torch.device("cpu"))
+    state.clear(3)
+    for parents in ([0, 0], [1], [3]):
+        state.add(parents, [4] * len(parents))
+    state.noise, logits = torch.randn(4, 5), torch.randn(5, 5)
+    builder = SimpleNamespace(state=state, reduce=torch.clone, select=torch.clone)
+    changed = tree_state.select_tokens(builder, logits)
+    torch.testing.assert_close(changed, (state.noise[[0, 1, 1, 2, 3]] + logits) / 0.75)
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
