@@ -43,7 +43,7 @@ export -f draft
 
 # shellcheck disable=SC2086
 prepare expansion $names
-step expansion 90 bash -c expansion
+[[ $names == draft ]] || step expansion 90 bash -c expansion
 for name in $names; do
   if [[ $name == draft ]]; then
     step draft 400 bash -c draft
