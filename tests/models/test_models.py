@@ -20,12 +20,14 @@ from support.tiny import (
     runner_of,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from offload_rt.executor import runner as runner_module
 from offload_rt.models.rope import Rope
 from offload_rt.tree.topology import Topology
+from offload_rt.weights.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.numeric
 ATOL = 1e-3
@@ -93,6 +95,24 @@ def test_bfloat16_differs_only_by_rounding(zoo, name):
     before = exact[len(prompt) - 1 : -1]
     chosen = before.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (before.amax(-1) - chosen).max() < 2 * rounding.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3"])
+def test_flops_of_a_layer_equal_those_of_transformers(zoo, name):
+    """Without norms, which torch does not count; torch counts masked keys, too."""
+
+    def counted(n_rows):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            logits_of(zoo.model(name, 0), prompt_of(0, n_rows))
+        layers = counter.get_flop_counts().items()
+        return next(sum(of.values()) for module, of in layers if module.endswith(".layers.2"))
+
+    spec = open_checkpoint(zoo.directory(name, 0)).spec
+    norms = sum(shape[0] for _, shape in spec.layer_tensors(2) if len(shape) == 1)
+    by_key = (counted(8) - 2 * counted(4)) / 32
+    for n_rows, context in ((4, 0), (8, 0), (8, 100)):
+        expected = counted(n_rows) + n_rows * (context * by_key + 2 * norms)
+        assert spec.flops(2, n_rows, context) == expected
 
 
 ROPES = {

@@ -188,9 +188,12 @@ def test_sinks_equal_the_definition():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, 9, 30])
 def test_parts_of_the_keys_merge_to_all(dtype, window):
-    """Keys and values are interleaved like offloaded rows; a row may see no key of a part."""
+    """Keys and values are interleaved like offloaded rows.
+
+    A row may see no key of a part, or the last keys of a part before the tree.
+    """
     n, n_before, dim = 12, 50, 24
     q = torch.randn(n, 6, dim).to(dtype)
     keys, values = torch.randn(n_before + n, 2, 3, dim).to(dtype).permute(1, 2, 0, 3)

@@ -36,7 +36,7 @@ from support.serving import (
 from offload_rt.errors import SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits
-from offload_rt.server.limits import Access
+from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import MessagesRequest
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
@@ -362,6 +362,24 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         assert refused.startswith(b"HTTP/1.1 503")
         assert ended.startswith(b"HTTP/1.1 503") and b"shutting down" in ended
         assert "Traceback" not in program.err and len(program.err) < 20_000
+
+
+@pytest.mark.parametrize(("has_begun", "statuses"), [(False, [503, None]), (True, [200])])
+def test_cancelled_requests_are_answered_once(has_begun, statuses):
+    """uvicorn cancels open requests at the end of the drain."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def cancelled(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200})
+        raise asyncio.CancelledError
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    asyncio.run(Limits(cancelled, Access())(scope, Mock(), send))
+    assert [message.get("status") for message in sent] == statuses
 
 
 def test_head_requests_are_answered_like_get(served):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.host_memory import TensorMemory
 from support.tiny import (
     CASES,
     add_tokenizer,
@@ -26,14 +27,25 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.config import EngineConfig
+from offload_rt.cost.tree_size import Acceptance, DraftLimits
+from offload_rt.dtypes import DType
 from offload_rt.engine import profile
+from offload_rt.engine.memory_plan import _Memory
+from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.profile import pass_profile
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
+from offload_rt.models.families import parse_architecture
+from offload_rt.offload.placement import MemoryBudget
+from offload_rt.planning.known_models import KNOWN
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.ngrams import MatchRates, append_ngram, find_matches
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.rows import ROWS_PER_NODE
+from offload_rt.speculate.select import pick_drafter
+from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
+from offload_rt.speculate.tree_state import TreeState, select_tokens
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 # Copying
@@ -267,6 +279,35 @@ def test_too_small_budget_names_the_flag(pair, drafter, tree_size):
         assert engine_plan(pair, device_memory=budget, **settings).plan.device_nbytes <= budget
     with pytest.raises(CapacityError):
         engine_plan(pair, device_memory=least - 1, **settings)
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), [
+    ("static_tree", "without_replacement"), ("block", "independent"),
+    ("eagle", "deterministic"), ("dynamic_tree", "deterministic"),
+])  # fmt: skip
+def test_reserved_memory_holds_the_distributions_of_a_tree(drafter, sampling):
+    """Drawn children need the distributions of all nodes, coupled trees a few rows at once."""
+    spec = parse_architecture(KNOWN["qwen3-0.6b"])
+    sizes = Sizes.of_spec(spec, DType.BFLOAT16)
+    drafting = pick_drafter(EngineConfig("target", "draft", drafter=drafter))
+    budget = MemoryBudget(1 << 30)
+    plan = _Memory(EngineConfig("target"), drafting, sizes, sizes, DType.BFLOAT16, budget)
+    tree = StaticTree(Topology(np.array([-1, *(k // 2 for k in range(30))])), 1.0, sampling, 1.0)
+    n = len(tree.topology)
+    sequence = Sequence([0], SamplingParams(seed=0), 64)
+    state = TreeState(spec.vocab_size, ROWS_PER_NODE * n, sequence, torch.device("cpu"))
+    state.clear(0)
+    if sampling == "deterministic":
+        state.noise = torch.zeros(tree.topology.n_levels, spec.vocab_size)
+    builder = StaticTreeBuilder(state, tree, Acceptance())
+    memory = TensorMemory()
+    while len(state.tokens) > state.n_done:
+        logits = torch.randn(len(state.tokens) - state.n_done, spec.vocab_size).bfloat16()
+        with memory:
+            selected = select_tokens(builder, logits)
+            state.computed()
+            builder.extend(selected)
+    assert memory.most <= plan._probs_nbytes(n) < 4 * memory.most
 
 
 def first_difference(first, other):

@@ -222,6 +222,9 @@ def test_learning_uses_only_idle_link_time(pair):
         learner._meter.waited_s += 99.9
         learner.work()
         assert learner._n_slices == 1 and learner._slice_s < 99.0
+        learner._slice_s = 50.0
+        learner.work()  # the link has not been waited for since
+        assert learner._n_slices == 1
 
 
 def test_learning_ends_without_memory(pair, monkeypatch):
