@@ -16,9 +16,10 @@ from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict_if_it_fits
+from offload_rt.planning.forecast import Forecast, PlanRequest, predict_if_it_fits
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.ranks import Parallelism
 from offload_rt.planning.sizes import lossless
 

@@ -8,15 +8,10 @@ from offload_rt.config import EngineConfig, format_size, parse_size
 from offload_rt.engine.memory_plan import DRIVER
 from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.planning.acceptance import RECYCLE, SELF, Assumed, assume
-from offload_rt.planning.forecast import (
-    Forecast,
-    Machine,
-    PlanRequest,
-    predict,
-    predict_if_it_fits,
-)
+from offload_rt.planning.forecast import Forecast, PlanRequest, predict, predict_if_it_fits
 from offload_rt.planning.hardware import find_card, parse_rate
 from offload_rt.planning.known_models import has_no_weights, known_name
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.ranks import Parallelism
 from offload_rt.planning.sizes import copies, find_models, lossless
 

@@ -8,7 +8,8 @@ from typing import cast
 
 from offload_rt.errors import CheckpointError, UnsupportedModelError
 from offload_rt.models.layers import TensorShape
-from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.parallel.division import Cut
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.system.ranks import Ranks
 from offload_rt.weights.checkpoint import Checkpoint, stored_block
 from offload_rt.weights.formats import Matrix, StoredTensor, WeightFormat
@@ -25,21 +26,22 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
     Raises UnsupportedModelError for an indivisible tensor.
     """
     whole = model.whole
+    division = model.division
     for i in range(whole.n_layers):
         source = Source(checkpoint.tensors, whole.layer_prefix(i))
         for tensor in whole.layer_tensors(i):
-            if (cut := model.cut(*tensor)) is not None and cut.dim == 1:
+            if (cut := division.cut(*tensor)) is not None and cut.dim == 1:
                 try:
                     shard(checkpoint.format, tensor, cut, source)
                 except CheckpointError:
-                    model.cut_by_outputs(tensor.name)
+                    division.cut_by_outputs(tensor.name)
 
     def block(tensors: tuple[TensorShape, ...], prefix: str = "") -> BlockRecord:
         source = Source(checkpoint.tensors, prefix)
         shards = list[BlockRecord]()
-        for tensor in filter(lambda tensor: model.has(tensor.name), tensors):
+        for tensor in filter(lambda tensor: division.has(tensor.name), tensors):
             try:
-                shards.append(shard(checkpoint.format, tensor, model.cut(*tensor), source))
+                shards.append(shard(checkpoint.format, tensor, division.cut(*tensor), source))
             except CheckpointError as error:
                 what = f"{prefix}{tensor.name} of format {checkpoint.format.name}"
                 problem = f"{what} cannot be divided among {model.size} ranks"

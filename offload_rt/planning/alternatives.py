@@ -17,12 +17,12 @@ from offload_rt.planning.forecast import (
     ON_DEMAND,
     WHOLE_LAYERS,
     Forecast,
-    Machine,
     PlanRequest,
     predict,
     predict_if_it_fits,
     without_draft,
 )
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.sizes import copies, formats, is_plain
 
 if TYPE_CHECKING:

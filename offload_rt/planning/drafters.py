@@ -19,14 +19,9 @@ from offload_rt.planning.acceptance import (
     assume,
     power_law,
 )
-from offload_rt.planning.forecast import (
-    Forecast,
-    Machine,
-    PlanRequest,
-    predict_if_it_fits,
-    without_draft,
-)
+from offload_rt.planning.forecast import Forecast, PlanRequest, predict_if_it_fits, without_draft
 from offload_rt.planning.known_models import KNOWN, known_name
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.sizes import copies, is_plain, sizes_of
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology

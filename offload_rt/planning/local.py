@@ -21,7 +21,8 @@ from offload_rt.llm import LLM
 from offload_rt.offload.placement import MemoryBudget, least_budget
 from offload_rt.ops.dequantize import Weight
 from offload_rt.ops.linear import linear
-from offload_rt.planning.forecast import CPU_DECODE_GBPS, LEVEL_S, Machine, plain_config
+from offload_rt.planning.forecast import plain_config
+from offload_rt.planning.machine import CPU_DECODE_GBPS, LEVEL_S, Machine
 from offload_rt.system.machine import busy_cpus
 from offload_rt.weights.formats import Matrix
 from offload_rt.weights.layout import host_block, packed_layout

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from offload_rt.config import EngineConfig
 from offload_rt.planning.acceptance import assume
-from offload_rt.planning.forecast import Forecast, Machine, PlanRequest, predict_if_it_fits
+from offload_rt.planning.forecast import Forecast, PlanRequest, predict_if_it_fits
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.sizes import find_models
 
 # Draft models of the target's tokenizer, by target; mixtures read more experts for more rows.

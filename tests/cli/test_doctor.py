@@ -13,8 +13,8 @@ from torch import Tensor
 from offload_rt.cli import doctor
 from offload_rt.ops import cpu
 from offload_rt.planning import survey
-from offload_rt.planning.forecast import Machine
 from offload_rt.planning.hardware import find_card
+from offload_rt.planning.machine import Machine
 from offload_rt.system import machine
 from offload_rt.system.disk_rate import measure_disk_gbps
 

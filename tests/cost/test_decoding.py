@@ -11,9 +11,10 @@ from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning.acceptance import PRESETS, power_law
-from offload_rt.planning.forecast import Machine, PlanRequest, predict
+from offload_rt.planning.forecast import PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.machine import Machine
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 

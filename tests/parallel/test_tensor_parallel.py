@@ -62,8 +62,9 @@ from offload_rt.models.layers import TensorShape
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.mirrors import DirectFiles
 from offload_rt.offload.placement import Plan
+from offload_rt.parallel.division import Cut
 from offload_rt.parallel.sharded_weights import shard, shard_checkpoint
-from offload_rt.parallel.tensor_parallel import Cut, TensorParallelModel
+from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.speculate.select import drafter_type
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.formats import Source, format_of
@@ -373,7 +374,9 @@ def test_formats_are_cut_by_outputs_where_required(tmp_path, choice, o, down):
     path, model = quantised(tmp_path, choice, intermediate_size=256 if choice == "Q4_K" else 512)
     part = shard_checkpoint(open_checkpoint(path), 0, 2, is_exact=False).spec
     assert isinstance(part, TensorParallelModel)
-    dims = [part.styles[f"{name}_proj"].dim for name in ("self_attn.o", "mlp.down", "mlp.up")]
+    dims = [
+        part.division.styles[f"{name}_proj"].dim for name in ("self_attn.o", "mlp.down", "mlp.up")
+    ]
     assert dims == [o, down, 0]
     expected = generate(model, prompt_of(0), 16)
     assert divided_tokens(2, path, prompt_of(0), dtype="float32") == expected

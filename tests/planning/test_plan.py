@@ -33,10 +33,11 @@ from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import Alternatives, Sweep, sweep
 from offload_rt.planning.drafters import RankedDrafter
-from offload_rt.planning.forecast import Machine, PlanRequest, predict
+from offload_rt.planning.forecast import PlanRequest, predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.planning.local import measure_roof
+from offload_rt.planning.machine import Machine
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
 

@@ -26,10 +26,11 @@ from offload_rt.models.families import parse_architecture
 from offload_rt.planning import local
 from offload_rt.planning.acceptance import Assumed, assume, power_law
 from offload_rt.planning.drafters import compare, fitted_power, published
-from offload_rt.planning.forecast import Machine, PlanRequest, predict
+from offload_rt.planning.forecast import PlanRequest, predict
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.local import measure_roof
+from offload_rt.planning.machine import Machine
 from offload_rt.planning.sizes import copies, find_models, formats, is_plain
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.weights.formats import Matrix

@@ -24,15 +24,14 @@ from offload_rt.planning.alternatives import expert_ways
 from offload_rt.planning.forecast import (
     ON_CPU,
     ON_DEMAND,
-    RAM_GBPS,
     WHOLE_LAYERS,
     Forecast,
-    Machine,
     PlanRequest,
     predict,
 )
 from offload_rt.planning.hardware import find_card
 from offload_rt.planning.known_models import KNOWN
+from offload_rt.planning.machine import RAM_GBPS, Machine
 from offload_rt.planning.ranks import Parallelism
 from offload_rt.planning.sizes import find_models
 

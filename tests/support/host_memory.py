@@ -26,7 +26,7 @@ class CountingHost:
         class Counted(mmap.mmap):
             def __new__(cls, fileno: int, length: int, **how: int) -> "Counted":
                 block = super().__new__(cls, fileno, length, **how)
-                kind = "buffers" if sys._getframe(2).f_code.co_name == "_bounce_block" else "layers"
+                kind = "buffers" if sys._getframe(2).f_code.co_name == "bounced" else "layers"
                 host.add(kind, length)
                 weakref.finalize(block, host.add, kind, -length)
                 return block
