@@ -2,8 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from offload_rt.models.bound_modules import BoundModules, BoundPart
 from offload_rt.models.image_prompt import ImageFeatures, ImagePrompt, PromptImage
 from offload_rt.models.layers import LayerWeights, TensorShape
 from offload_rt.models.stand_ins import Call
@@ -32,18 +31,6 @@ _MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17
 _N_DEEP = 3
 
 
-@dataclass
-class TowerPart:
-    """Weights of a block of the tower, or the weights outside its blocks.
-
-    tensors  names and shapes
-    tables   parameters of modules to bind: table, key, name, and a dtype unlike the model's
-    """
-
-    tensors: list[TensorShape] = field(default_factory=list)
-    tables: list[tuple[dict[str, Any], str, str, torch.dtype | None]] = field(default_factory=list)
-
-
 class ImageTower:
     """Modules of a model that map pixels to embeddings.
 
@@ -51,7 +38,6 @@ class ImageTower:
     token_id  placeholder of image tokens
     inputs    names of the processor's outputs that the tower reads
     is_causal_without_window  only layers with a window let the tokens of an image see each other
-    parts     weights outside the blocks, then the weights of each block, in order of use
     """
 
     def __init__(self, model: "TracedModel", family: str) -> None:
@@ -67,7 +53,6 @@ class ImageTower:
         )
         self._features = self._base.get_image_features
         self.inputs = tuple(inspect.signature(inspect.unwrap(self._features)).parameters)
-        self._weights: LayerWeights | None = None
         self._blocks: Iterator[LayerWeights] = iter(())
         self._is_list = True
         self._n_deep = 0
@@ -79,56 +64,33 @@ class ImageTower:
         }
         lists = [module for module in modules.values() if isinstance(module, nn.ModuleList)]
         blocks = max(lists, key=len, default=nn.ModuleList())
-        self.parts = [TowerPart() for _ in range(1 + len(blocks))]
+        self._bound = BoundModules(model.model.dtype)
+        self._parts = [BoundPart() for _ in range(1 + len(blocks))]
         owners = {
             id(module): part
-            for part, block in zip(self.parts[1:], blocks, strict=True)
+            for part, block in zip(self._parts[1:], blocks, strict=True)
             for module in block.modules()
         }
         for name, module in modules.items():
-            self._bind(name, module, owners.get(id(module), self.parts[0]))
-        for part, block in zip(self.parts[1:], blocks, strict=True):
+            if isinstance(module, PreTrainedModel) and module is not self._base:
+                supports = "sdpa" if module._supports_sdpa else "eager"
+                module.config._attn_implementation = supports
+            part = owners.get(id(module), self._parts[0])
+            self._bound.add(part, module, name)
+        for part, block in zip(self._parts[1:], blocks, strict=True):
             block.forward = partial(self._block, part, block.forward)
 
-    def _bind(self, name: str, module: nn.Module, part: TowerPart) -> None:
-        """List the weights of a module; redirect linear modules."""
-        if isinstance(module, PreTrainedModel) and module is not self._base:
-            supports = "sdpa" if module._supports_sdpa else "eager"
-            module.config._attn_implementation = supports
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    part.tensors.append(TensorShape(f"{name}.{key}", tuple(tensor.shape)))
-                    dtype = None if tensor.dtype == self._model.model.dtype else tensor.dtype
-                    if type(module) is not nn.Linear:
-                        part.tables.append((table, key, f"{name}.{key}", dtype))
-        if type(module) is nn.Linear:
-            module.forward = partial(self._linear, name)  # type: ignore[method-assign]
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        assert self._weights is not None, "see _bound"
-        return self._weights.linear(x, name)
+    @property
+    def parts(self) -> list[tuple[TensorShape, ...]]:
+        """Tensors outside the blocks, then the tensors of each block, in order of use."""
+        return [tuple(TensorShape(*item) for item in part.shapes.items()) for part in self._parts]
 
     def _block(
-        self, part: TowerPart, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, part: BoundPart, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Forward of a block with the next weights."""
-        with self._bound(part, next(self._blocks)):
+        with self._bound.bound(part, next(self._blocks)):
             return forward(*args, **kwargs)
-
-    @contextmanager
-    def _bound(self, part: TowerPart, weights: LayerWeights) -> Iterator[None]:
-        """Bind the weights of a part; unbind on exit."""
-        outer = self._weights
-        self._weights = weights
-        try:
-            for table, key, name, dtype in part.tables:
-                table[key] = weights.tensor(name, dtype)
-            yield
-        finally:
-            self._weights = outer
-            for table, key, *_ in part.tables:
-                table[key] = None
 
     def features(
         self, weights: LayerWeights, blocks: Iterator[LayerWeights], inputs: Mapping[str, Tensor]
@@ -145,7 +107,7 @@ class ImageTower:
             for name, value in inputs.items()
         }
         self._model.move_to(inputs["pixel_values"].device)
-        with self._bound(self.parts[0], weights):
+        with self._bound.bound(self._parts[0], weights):
             out = self._features(**cast, return_dict=True)
         rows = out.pooler_output
         self._is_list = not isinstance(rows, Tensor)
@@ -188,7 +150,7 @@ class ImageTower:
 
     def scratch_nbytes(self, n_pixels: int, n_kept: int, itemsize: int) -> int:
         """Return the bytes of activations for an image, and of the features of `n_kept` images."""
-        shapes = (tensor.shape for part in self.parts for tensor in part.tensors)
+        shapes = (shape for part in self._parts for shape in part.shapes.values())
         widest = max(sum(shape) for shape in shapes if len(shape) == 2)
         # Of a layer: its input, norm, queries, keys, values and outputs, or two wide products.
         n_patches = self._most_patches(n_pixels)

@@ -15,8 +15,9 @@ from transformers.core_model_loading import (
 )
 
 from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.bound_modules import StoredParts
 from offload_rt.models.layers import Part, TensorShape
-from offload_rt.models.traced import StoredParts, TracedModel
+from offload_rt.models.traced import TracedModel
 
 # compressed-tensors stores each expert of Llama 4 as three modules.
 _COMPRESSED = (

@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from offload_rt.errors import UnsupportedModelError
+from offload_rt.models.bound_modules import (
+    WHOLE,
+    BoundModules,
+    BoundPart,
+    BoundTensor,
+    StoredParts,
+    computed_buffers,
+)
 from offload_rt.models.custom_attention import ALIBI, replace_attention
-from offload_rt.models.layers import LayerExperts, LayerWeights, PassContext, TensorShape
+from offload_rt.models.layers import LayerExperts, LayerWeights, PassContext
 from offload_rt.models.stand_ins import (
     MASKED,
     NAME,
@@ -50,20 +58,6 @@ _N_ROWS = 7
 _Visit = Callable[[int, Tensor, Call], Tensor]
 
 
-class StoredParts(NamedTuple):
-    """Tensors of a layer that the checkpoint stores in parts, without the layer's prefix.
-
-    experts  expert modules of each parameter with experts
-    split    parts of each tensor that is split along the first dimension
-    """
-
-    experts: dict[str, list[list[str]]]
-    split: dict[str, list[TensorShape]]
-
-
-WHOLE = StoredParts({}, {})
-
-
 class ImageInputs(NamedTuple):
     """Embedding of rows with images.
 
@@ -75,19 +69,6 @@ class ImageInputs(NamedTuple):
     module: nn.Module
     arguments: dict[str, Any]
     has_deep: bool
-
-
-class _Tensor(NamedTuple):
-    """A parameter or buffer of a module, with its name and shape in the layer's block.
-
-    dtype  None for the compute dtype
-    """
-
-    table: dict[str, Any]
-    key: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
 
 
 def _all_there(weights: LayerWeights) -> LayerExperts:
@@ -137,7 +118,7 @@ class TracedModel:
         tied: dict[int, str] = {}
         for name, item in self.model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(item), name)
-        self._buffers = self._computed_buffers()
+        self._buffers = computed_buffers(self.model)
         self._device = torch.device("cpu")
         n = self.text.num_hidden_layers
         lists = (module for module in self.decoder.modules() if isinstance(module, nn.ModuleList))
@@ -164,29 +145,6 @@ class TracedModel:
         if not (self._has_positions or has_bias):
             raise UnsupportedModelError("its model has no position_ids argument")
         self._bind(self._trace(), names, tied)
-
-    def _computed_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Compute buffers such as rotary frequencies by transformers' own initialization."""
-        modules = list(self.model.modules())
-        keys = (
-            (module._buffers, key)
-            for module in modules
-            for key in module._non_persistent_buffers_set & module._buffers.keys()
-        )
-        buffers = [(table, key) for table, key in keys if table[key] is not None]
-        for table, key in buffers:
-            table[key] = torch.empty_like(table[key], device="cpu")
-        for module in modules:  # skip parameters: without values, their initialization is wasted
-            if not module._non_persistent_buffers_set and not module._modules:
-                module._is_hf_initialized = True
-        self.model.initialize_weights()
-        for module in modules:  # freeze frequencies that would depend on the sequence length
-            kind = getattr(module, "rope_type", None)
-            if kind is not None:
-                module.rope_type = (
-                    dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-                )
-        return [(table, key, table[key]) for table, key in buffers]
 
     def _trace(self) -> list[nn.Module]:
         """Run the model on shapes and check assumptions; return the modules outside the layers."""
@@ -228,48 +186,33 @@ class TracedModel:
         return list(called)
 
     def _bind(self, called: list[nn.Module], names: dict[int, str], tied: dict[int, str]) -> None:
-        """Redirect linear modules and embeddings to the weights; list further tensors per layer.
+        """Redirect the modules of each layer, and those outside the layers, to their weights.
 
         names  names of modules by id
         tied   names of parameters by id, the first name of tied parameters
         """
-        self._weights: LayerWeights
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         shared = [tied[id(module.weight)].removesuffix(".weight") for module in ends if module]
         self.shared_modules = (shared[0], shared[1]) if len(shared) == 2 else None
-        parts = [*(list(layer.modules()) for layer in self.layers), called]
-        self._tensors: list[list[_Tensor]] = [[] for _ in parts]
-        self._tables: list[list[tuple[dict[str, Any], str]]] = [[] for _ in parts]
-        self.shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]
+        modules_of = [*(list(layer.modules()) for layer in self.layers), called]
+        self._bound = BoundModules(self.model.dtype, tied)
+        self._parts = [BoundPart() for _ in modules_of]
+        self.shapes = [part.shapes for part in self._parts]
+        self._tables: set[str] = set()  # embedding tables
         self.transposed: set[str] = set()  # expert parameters with matrices (n_in, n_out)
         self.linears: set[str] = set()  # names of linear modules, as in transformers' plans
-        for i, module in ((i, module) for i, modules in enumerate(parts) for module in modules):
-            start = len(f"{self.prefix}{i}.") if i < len(self.layers) else 0
-            tensors: list[_Tensor] = []
-            for table, key in (
-                (place, key) for place in (module._parameters, module._buffers) for key in place
-            ):
-                tensor = table[key]
-                if tensor is not None and key not in module._non_persistent_buffers_set:
-                    name = (tied.get(id(tensor)) or f"{names[id(module)]}.{key}")[start:]
-                    dtype = None if tensor.dtype == self.model.dtype else tensor.dtype
-                    tensors.append(_Tensor(table, key, name, tuple(tensor.shape), dtype))
-            self.shapes[i] |= {tensor.name: tensor.shape for tensor in tensors}
-            if getattr(module, "is_transposed", False):
-                self.transposed |= {tensor.name for tensor in tensors}
-            if type(module) is nn.Linear:
-                linear = partial(self._linear, tensors[0].name.removesuffix(".weight"))
-                module.forward = linear  # type: ignore[method-assign]
-                self.linears.add(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"layers.*.{linear.args[0]}"))
-            elif isinstance(module, nn.Embedding):
-                self._tables[i].append(
-                    (module._parameters, tensors[0].name.removesuffix(".weight"))
-                )
-            else:
-                self._tensors[i] += tensors
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return self._weights.linear(x, name)
+        for i, (part, modules) in enumerate(zip(self._parts, modules_of, strict=True)):
+            n_prefix = len(f"{self.prefix}{i}.") if i < len(self.layers) else 0
+            for module in modules:
+                name = names.get(id(module), "")  # places of layers have none
+                tensors = self._bound.add(part, module, name, n_prefix)
+                if getattr(module, "is_transposed", False):
+                    self.transposed |= {tensor.name for tensor in tensors}
+                if type(module) is nn.Linear:
+                    name = tensors[0].name.removesuffix(".weight")
+                    self.linears.add(re.sub(r"(?<=\.)\d+(?=\.)", "*", f"layers.*.{name}"))
+                elif isinstance(module, nn.Embedding):
+                    self._tables.add(tensors[0].name)
 
     def embed(
         self,
@@ -361,9 +304,7 @@ class TracedModel:
 
         products  matrices that the module uses in products only, by module
         """
-        self._weights = weights
         experts = stored.experts
-        is_card = self._device.type == "cuda"
         mixture = self.mixtures.get(i)
         share = weights.expert_share
         experts_in_use = weights.experts or (share and _all_there(weights))
@@ -374,30 +315,25 @@ class TracedModel:
             touched = Touched(experts_in_use, owned, mixture.name, experts, predict)
             mixture.module.__dict__ |= {"share": share, "touched": touched}
         apart = mixture.parameters if mixture is not None and weights.experts is not None else {}
-        tensors = [tensor for tensor in self._tensors[i] if tensor.name not in apart]
-        for tensor in tensors:
-            if parts := experts.get(tensor.name):
-                tensor.table[tensor.key] = experts_of(
-                    parts,
-                    (len(parts), *tensor.shape[1:]),
-                    weights,
-                    is_card and tensor.name not in self.transposed,
-                )
-            elif (module := tensor.name.removesuffix(".weight")) in products:
-                tensor.table[tensor.key] = MatrixOfModules([module], weights)
-            elif part := stored.split.get(tensor.name):
-                tensor.table[tensor.key] = torch.cat(
-                    [weights.tensor(name, tensor.dtype) for name, _ in part]
-                )
-            else:
-                tensor.table[tensor.key] = weights.tensor(tensor.name, tensor.dtype)
-        for table, name in self._tables[i]:
-            table["weight"] = Table(name, weights, self._device)
+
+        def value(tensor: BoundTensor) -> Any:
+            name, shape, dtype = tensor[2:]
+            module = name.removesuffix(".weight")
+            if name in self._tables:
+                return Table(module, weights, self._device)
+            if parts := experts.get(name):
+                is_fused = self._device.type == "cuda" and name not in self.transposed
+                return experts_of(parts, (len(parts), *shape[1:]), weights, is_fused)
+            if module in products:
+                return MatrixOfModules([module], weights)
+            if part := stored.split.get(name):
+                return torch.cat([weights.tensor(piece, dtype) for piece, _ in part])
+            return weights.tensor(name, dtype)
+
         try:
-            yield
+            with self._bound.bound(self._parts[i], weights, value, apart):
+                yield
         finally:
-            for tensor in tensors:
-                tensor.table[tensor.key] = None
             if mixture is not None:
                 mixture.module.__dict__ |= {"share": None, "touched": None}
 
@@ -413,10 +349,8 @@ class TracedModel:
             or (weights := experts.following()) is None
         ):
             return None
-        current = self._weights
         with self._given(following[0], weights):
             chosen: Tensor = following[1].router(hidden)[following[1].place]
-        self._weights = current
         return chosen
 
     def _forward(

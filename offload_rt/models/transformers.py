@@ -22,6 +22,7 @@ from offload_rt import ops
 from offload_rt.errors import UnsupportedModelError, config_error
 from offload_rt.models import image_tower
 from offload_rt.models.architecture import Architecture
+from offload_rt.models.bound_modules import WHOLE, StoredParts
 from offload_rt.models.image_tower import ImageTower
 from offload_rt.models.layers import (
     LayerWeights,
@@ -34,7 +35,7 @@ from offload_rt.models.native import NativeDecoder
 from offload_rt.models.native_config import native_decoder
 from offload_rt.models.stand_ins import OTHER_STATE, OWN_CODE, TRACED
 from offload_rt.models.tensor_names import TensorNames
-from offload_rt.models.traced import WHOLE, StoredParts, TracedModel
+from offload_rt.models.traced import TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
 # Model types of checkpoints that transformers reads as another type, by their authors' advice.
@@ -193,7 +194,7 @@ class TransformersModel(Architecture):
         """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
         # Text models are also published with the config of the whole model.
-        has_tower = self.tower is not None and self.tower.parts[0].tensors[0].name in names.parts
+        has_tower = self.tower is not None and self.tower.parts[0][0].name in names.parts
         return replace(
             self,
             tower=self.tower if has_tower else None,

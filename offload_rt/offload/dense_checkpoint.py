@@ -95,7 +95,7 @@ def _blocks(checkpoint: Checkpoint) -> list[_Block]:
     ]
     images = checkpoint.image_blocks()
     parts = spec.images.parts if images and spec.images is not None else []
-    tower = [_Block(block, "", part.tensors) for block, part in zip(images, parts, strict=True)]
+    tower = [_Block(block, "", part) for block, part in zip(images, parts, strict=True)]
     return [*layers, _Block(checkpoint.non_layer, "", spec.non_layer_tensors()), *tower]
 
 

@@ -93,7 +93,7 @@ class Checkpoint:
         if tower is None or not any((self.path / name).exists() for name in PROCESSOR_FILES):
             return ()
         source = Source(self.tensors)
-        return tuple(stored_block(self.format, part.tensors, source) for part in tower.parts)
+        return tuple(stored_block(self.format, part, source) for part in tower.parts)
 
     @cached_property
     def identity(self) -> str:
