@@ -199,7 +199,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, turn: list[int]) -> list[int
 def conversations(
     tokenizer: PreTrainedTokenizerBase, writer: BatchWriter, batch: int, n_new: int
 ) -> Iterator[list[Turn]]:
-    """Write batches of conversations: half of the answers greedy, half at 0.7 to 1."""
+    """Write batches of conversations: a greedy answer to each turn, and one sampled at 0.7 to 1."""
     turns = user_turns(tokenizer, writer, batch, 256)
     while True:
         began = time.monotonic()
@@ -208,10 +208,10 @@ def conversations(
         print(f"{len(prompts)} user turns in {time.monotonic() - began:.0f} s", flush=True)
         for first in range(0, len(prompts), batch):
             part = prompts[first : first + batch]
-            temperatures = 0.7 + 0.3 * torch.rand(len(part))
-            temperatures[torch.rand(len(part)) < 0.5] = 0.0
-            answers = writer.write(part, temperatures, n_new)
+            greedy = writer.write(part, torch.zeros(len(part)), n_new)
+            sampled = writer.write(part, 0.7 + 0.3 * torch.rand(len(part)), n_new)
             yield [
                 Turn(prompt + answer, len(prompt))
+                for answers in (greedy, sampled)
                 for prompt, answer in zip(part, answers, strict=True)
             ]

@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -11,13 +12,20 @@ from torch import Tensor
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
-from offload_rt.speculate.recycler import N_FIRST, TextCandidates, TextGrowth
+from offload_rt.speculate.recycler import TextCandidates, TextGrowth
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology, path_up
 
 # Maximum candidates per expanded node.
 _N_CHILDREN = 32
+# Initial sizes of a growing tree, least and most. A tree doubles while more than half of its nodes
+# are worth a row. The initial size is below this cost, in plain passes.
+_FIRST_SIZES = (4, 16)
+_FIRST_COST = 1.5
+# Factor on chances that are compared with the time of rows: the selected nodes are those whose
+# chance is overestimated.
+TRUST = 0.5
 # Maximum nodes whose text candidates are considered before the first round and after each.
 # The draft replaces unlikely candidates.
 _MOST_OPENED = (1024, 32)
@@ -40,6 +48,19 @@ class RoundCost:
 
     level_s: float
     pass_s: np.ndarray
+
+    @cached_property
+    def n_first(self) -> int:
+        """Initial nodes of a growing tree."""
+        least, most = _FIRST_SIZES
+        n_cheap = np.searchsorted(self.pass_s[:most], _FIRST_COST * self.pass_s[0])
+        return max(int(n_cheap), least)
+
+    @cached_property
+    def least_child(self) -> float:
+        """Least chance of the best child of a root whose tree may pay: its nodes have no more."""
+        later = self.pass_s[1:] / self.pass_s[0] - 1
+        return float((later / np.arange(1, len(self.pass_s))).min(initial=np.inf)) / TRUST
 
     def best(self, chances: np.ndarray, n_rounds: int = 0) -> tuple[int, float]:
         """Return the last node and the tokens per second of the best prefix of a tree.
@@ -183,7 +204,7 @@ class DynamicTreeBuilder:
 
     def __post_init__(self) -> None:
         self._n_nodes, self._n_levels, self._n_drafted = self.size
-        self._room = min(N_FIRST, self._n_nodes)
+        self._room = min(self.cost.n_first, self._n_nodes)
         root = np.array([0])
         tokens = np.array(self.state.tokens)
         self._nodes = _Nodes(np.ones(1), root - 1, tokens, root, root.copy(), root > 0)
@@ -241,6 +262,10 @@ class DynamicTreeBuilder:
 
     def _add_text(self) -> None:
         """Add the text's candidates below closed nodes, as far as they enter the tree."""
+        if not self._n_rounds:
+            best = self.text.below([()])[2].max(initial=0.0)
+            if best < self.cost.least_child:
+                return
         nodes = self._nodes
         closed = np.flatnonzero(~nodes.is_open)
         others = nodes.chances[nodes.is_open]

@@ -33,8 +33,6 @@ _MOST_LEARNED = 256
 # Candidates after unknown tokens. They are selected again after this growth of the predictions.
 _N_COMMON = 48
 _GROWTH = 1.1
-# Initial size of a growing tree. It doubles while more than half of its nodes are worth a row.
-N_FIRST = 16
 # Candidates below this chance are ignored.
 _LEAST = 1e-9
 

@@ -11,7 +11,7 @@ import torch
 from offload_rt.cost.tree_size import best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
+from offload_rt.speculate.dynamic_builder import TRUST, DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import NgramMatch, append_ngram
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts
@@ -19,6 +19,10 @@ from offload_rt.speculate.recycler import N_PREDICTED, Recycler, TextCandidates
 from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Verdict
+
+# Uses of an estimate of costs, and growth of the context after which it is repeated.
+_COST_USES = 8
+_GROWTH = 1.1
 
 
 @dataclass
@@ -49,6 +53,8 @@ class TextDrafter(Drafter):
         self.pair_stats = parts.pair_stats
         self._cost = parts.cost
         self._recycler = Recycler(parts.pair_stats)
+        # Costs by nodes of a tree and number of trees, with the context and the remaining uses.
+        self._costs: dict[tuple[int, int], tuple[RoundCost, int, int]] = {}
         self._proposals: dict[Sequence, Proposal] = {}
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
@@ -116,17 +122,23 @@ class TextDrafter(Drafter):
         return self._dynamic
 
     def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:
-        """Return the costs of a dynamic tree; nodes of a fixed number are free."""
-        sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
-        pass_s = self._cost.seconds(n_sequences * sizes, len(sequence.tokens), 0.0, n_sequences)
-        return RoundCost(self._cost.level(n_sequences), pass_s)
+        """Return recent costs of a dynamic tree; nodes of a fixed number are free."""
+        context = len(sequence.tokens)
+        cost, longest, n_left = self._costs.get((n_nodes, n_sequences), (None, 0, 0))
+        if cost is None or n_left == 0 or context > longest:
+            sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
+            pass_s = self._cost.seconds(n_sequences * sizes, context, 0.0, n_sequences)
+            cost = RoundCost(self._cost.level(n_sequences), pass_s)
+            longest, n_left = int(_GROWTH * context), _COST_USES
+        self._costs[n_nodes, n_sequences] = cost, longest, n_left - 1
+        return cost
 
     def _draft(self, n_sequences: int) -> None:
         """Add the candidates of a draft model to the proposals."""
 
     def _finish_tree(self, sequence: Sequence, n_nodes: int, size: int) -> DraftTree:
         proposal = self._proposals.get(sequence)
-        if proposal is None:
+        if proposal is None or size + proposal.builder.n_fixed == 0:
             return DraftTree.root_only(sequence.tokens[-1])
         tree = proposal.builder.tree(size)
         proposal.expected = tree.expected
@@ -143,8 +155,9 @@ class TextDrafter(Drafter):
         proposals = [self._proposals.get(sequence) for sequence in sequences]
         builders = [proposal.builder if proposal else None for proposal in proposals]
         chances = [builder.chances if builder else np.empty(0) for builder in builders]
-        if self.limits.fixed_size:
-            return [len(candidates) for candidates in chances]
+        largest = [len(candidates) for candidates in chances]
+        if self.limits.fixed_size or not any(largest):
+            return largest
         n_fixed = sum(builder.n_fixed for builder in builders if builder)
         n = len(sequences)
         context = max(len(sequence.tokens) for sequence in sequences)
@@ -152,4 +165,4 @@ class TextDrafter(Drafter):
         def seconds(n_rows: np.ndarray) -> np.ndarray:
             return self._cost.seconds(n_fixed + n_rows, context, draft_s, n)
 
-        return best_prefixes(chances, seconds)
+        return best_prefixes([TRUST * candidates for candidates in chances], seconds)

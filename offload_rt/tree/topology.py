@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +46,7 @@ class Topology:
         return len(self.parents)
 
     @classmethod
+    @lru_cache(maxsize=16)
     def chain(cls, n: int) -> Topology:
         """Return a chain of n nodes."""
         return cls(np.arange(-1, n - 1))

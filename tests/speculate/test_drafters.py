@@ -24,7 +24,7 @@ from support.tiny import (
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.cost.tree_size import DraftLimits, best_prefix
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
@@ -280,8 +280,8 @@ def test_candidates_of_text_and_draft_compete(n_nodes, monkeypatch):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("row_s, n_most", [(1.0, 21), (0.0, 341)])
-def test_text_is_read_as_far_as_rows_may_pay(row_s, n_most, monkeypatch):
+@pytest.mark.parametrize("row_s, n_most, n_nodes", [(1.0, 1, 1), (0.05, 22, 10), (0.0, 342, 128)])
+def test_text_is_read_as_far_as_rows_may_pay(row_s, n_most, n_nodes, monkeypatch):
     """Reading the text for all nodes would last longer than a pass of a small model."""
     read = []
 
@@ -293,12 +293,31 @@ def test_text_is_read_as_far_as_rows_may_pay(row_s, n_most, monkeypatch):
     cost = RoundCost(1.0, 1 + row_s * np.arange(128))
     builder = DynamicTreeBuilder(GrowingRows(), (128, 9, 1), 0.0, Unchanged(), text, cost)
     assert len(read) <= n_most
-    n_nodes = len(builder.tree(127).topology)
-    assert n_nodes == (16 if row_s else 128)
+    assert len(builder.tree(127).topology) == n_nodes
     monkeypatch.setattr(dynamic_builder, "_MOST_OPENED", (5, 0))
     read.clear()
     DynamicTreeBuilder(GrowingRows(), (128, 9, 1), 0.0, Unchanged(), text, cost)
-    assert len(read) == 5
+    assert len(read) == min(1 + 5, n_most)
+
+
+@pytest.mark.parametrize("rising", [1.0, 2.0, 0.5])
+def test_best_candidate_decides_whether_a_tree_may_pay(rising):
+    """Trees of roots that are rejected early have no row worth its time."""
+    draw = np.random.default_rng(0)
+    decisions = set()
+    for _ in range(200):
+        below = defaultdict(lambda: random_children(draw, 4))
+        text = text_below(lambda path, below=below: below[path])
+        cost = RoundCost(1.0, 1 + draw.random() / 3 * np.arange(24) ** rising)
+        sizes = []
+        for least in (cost.least_child, -1.0):
+            vars(cost)["least_child"] = least
+            builder = DynamicTreeBuilder(GrowingRows(), (24, 6, 1), 0.0, Unchanged(), text, cost)
+            chances = dynamic_builder.TRUST * builder.chances
+            sizes.append(best_prefix(chances, cost.pass_s[: 1 + len(chances)]))
+        decisions.add(sizes[0] > 0)
+        assert sizes[0] == sizes[1]
+    assert decisions == {True, False}
 
 
 @pytest.mark.parametrize("level_s", [0.05, 0.2, 0.4])

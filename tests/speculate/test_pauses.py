@@ -51,17 +51,16 @@ def simulate(
 
 @pytest.mark.parametrize("cost", [1.05, 1.3, 2.0])
 def test_wrong_drafts_cost_little(cost):
-    """Never a right token, at a cost of 5 to 100 % of a plain pass."""
-    lost, ways = simulate(lambda _: (0.9 * cost, 1), 400)
-    assert sum(ways) <= 3 * 7
-    assert lost <= 0.055 * (cost - 1) * 400
+    """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes."""
+    lost, _ = simulate(lambda _: (0.9 * cost, 1), 400)
+    assert lost <= 0.9 * (0.02 * 400 + 2)
 
 
 @pytest.mark.parametrize(("drafted", "settings", "n_plain", "gains"), [
     (lambda _: (1.2, 3), {}, 0, True),
     (lambda _: (1.2, 3), {"plain_s": 1.2}, 0, True),
     # Small gains: plain passes are measured alone.
-    (lambda _: (1.5, 2), {}, 2, True),
+    (lambda _: (1.6, 2), {}, 8, True),
     # Free rows: slow passes of an uneven link are no reason.
     (lambda n: (1.3 if n % 4 else 0.9, 1), {"n_rows": 10}, 0, False),
 ])  # fmt: skip
@@ -81,10 +80,10 @@ def test_each_sequence_begins_with_drafts():
     for seed in range(3):
         sequence = sequence_of(seed)
         ways = []
-        for _ in range(12):
+        for _ in range(40):
             ways.append(pauses.drafts([sequence]))
             pauses.passed(times_of(1.5, 100) if ways[-1] else times_of(1.0, 1), 1)
-        assert ways[:3] == [True] * 3 and not ways[-1]
+        assert ways[0] and not all(ways) and sum(ways) <= 5
 
 
 def pause(monkeypatch: pytest.MonkeyPatch) -> None:
