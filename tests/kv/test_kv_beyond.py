@@ -23,6 +23,7 @@ from support.tiny import (
     nearly,
     open_llm,
     open_unloaded,
+    prefill,
     prompt_of,
     random_tree,
     runner_of,
@@ -105,41 +106,53 @@ def new_caches(runner):
     return caches
 
 
+def poison(cache):
+    """Overwrite all rows of a device cache that are not committed."""
+    for rows in (cache.buffer.keys, cache.buffer.values):
+        rows[:, :, cache.n_committed :] = torch.nan
+
+
 @pytest.mark.parametrize(
-    ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 40)]
+    ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 4)]
 )
-def test_host_cache_equals_device_cache(runner, n_on_device, chunk_rows, monkeypatch):
-    """Long prompts, trees, paths that skip rows, failed passes, rewinds."""
+def test_any_cache_history_equals_a_prefill(runner, n_on_device, chunk_rows, monkeypatch):
+    """Of device and host caches: long prompts, trees, skipped rows, failed passes, rewinds."""
     monkeypatch.setattr(runner, "_chunk_rows", chunk_rows)
     draw = np.random.default_rng(n_on_device)
     tokens = []
     with beyond(runner, n_on_device):
-        caches = new_caches(runner)
+        ids = new_caches(runner)
+        device, host = (runner._caches[cache_id] for cache_id in ids)
         for step in range(16):
             tokens = tokens[: draw.integers(len(tokens) + 1)] if step in (4, 9) else tokens
-            assert {runner.rewind(cache_id, tokens) for cache_id in caches} == {len(tokens)}
+            assert {runner.rewind(cache_id, tokens) for cache_id in ids} == {len(tokens)}
+            poison(device)
             n_lacking = {0: 230, 6: 200, 10: 300}.get(step, int(draw.integers(12)))
             tree = random_tree(N_NODES, step)
             new = prompt_of(step, n_lacking + N_NODES)
             whole, parts = (
                 feed(runner, cache_id, new, tree.after_chain(n_lacking), N_NODES)
-                for cache_id in caches
+                for cache_id in ids
             )
             assert_close(parts, whole)
+            assert whole.isfinite().all(), "a row that is not committed was read"
             if step in (5, 6):
-                for cache_id in caches:
+                for cache_id in ids:
                     runner.discard(cache_id)
                 continue
             path = [n_lacking + node for node in (0, *tree.path_to(int(draw.integers(N_NODES))))]
-            for cache_id in caches:
+            for cache_id in ids:
                 runner.commit(cache_id, [*range(n_lacking), *path])
             tokens = tokens + [new[row] for row in (*range(n_lacking), *path)]
+            assert device.committed == host.committed == tokens
             some = range(*sorted(draw.integers(len(tokens) + 1, size=2).tolist()))
             for layer, of in ((0, range(len(tokens))), (runner.spec.n_layers - 1, some)):
-                assert_close(*(runner._caches[cache_id].rows(layer, of) for cache_id in caches))
-        cache = runner._caches[caches[1]]
-        assert len(cache.committed) > 330 and (len(cache._blocks) > 1 or n_on_device == 400)
-        for cache_id in caches:
+                assert_close(*(cache.rows(layer, of) for cache in (device, host)))
+        assert len(tokens) > 330 and (len(host._blocks) > 1 or n_on_device == 400)
+        fresh = runner._caches[prefill(runner, tokens, CAPACITY)]
+        for layer in range(runner.spec.n_layers):
+            assert_close(*(cache.rows(layer, range(len(tokens))) for cache in (device, fresh)))
+        for cache_id in ids:
             runner.free_cache(cache_id)
         assert_all_blocks_are_free(runner)
 

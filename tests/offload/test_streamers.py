@@ -33,7 +33,7 @@ from offload_rt.errors import LinkError
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_cuda import CudaStreamer
-from offload_rt.offload.streamer import LayerSources, Streamer
+from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.trace import Trace
 from offload_rt.weights.layout import Layout
@@ -99,11 +99,9 @@ class Bench:
     kinds: Sequence[str]
 
     def sweep(self) -> None:
-        """Run one pass and read every layer on arrival and before the next request."""
+        """Run one pass and read every layer."""
         with closing(self.streamer.sweep()) as sweep:
-            for block in sweep:
-                self.device.look(block)
-                self.device.look(block)
+            read(self, sweep, N_LAYERS + 1)
         self.check(range(len(self.kinds)))
 
     def check(self, order: Sequence[int]) -> None:
@@ -149,8 +147,51 @@ def bench(
     assert not left, f"threads left alive: {left}"
 
 
+def read(b: Bench, sweep: Iterator[LayerView], n: int) -> list[LayerView]:
+    """Read the next n layers, each on arrival and before the next request."""
+    blocks = []
+    for block in itertools.islice(sweep, n):
+        blocks.append(block)
+        b.device.look(block)
+        b.device.look(block)
+    return blocks
+
+
+def abandon(b: Bench, n: int) -> None:
+    with closing(b.streamer.sweep()) as sweep:
+        read(b, sweep, n)
+    b.check(range(n))
+
+
+def park(b: Bench, n: int) -> None:
+    """The latest layer stays, and no other is read."""
+    with closing(b.streamer.sweep()) as sweep:
+        *_, latest = read(b, sweep, n)
+        b.check(range(n))
+        b.streamer.park()
+        n_done = [sum(tier.n_done.values()) for tier in b.tiers]
+        b.device.look(latest)
+        time.sleep(0.005)
+        b.device.look(latest)
+        b.check([n - 1])
+        assert n_done == [sum(tier.n_done.values()) for tier in b.tiers]
+
+
+def hold(b: Bench, n: int) -> None:
+    """A sweep is replaced while it is referenced, e.g. by the traceback of a caught interrupt."""
+    held = b.streamer.sweep()
+    read(b, held, n)
+    newer = b.streamer.sweep()
+    b.check(range(n))
+    read(b, newer, 1)
+    with pytest.raises(LinkError, match="another pass"):
+        list(held)
+    read(b, newer, N_LAYERS)
+    b.check(range(len(b.kinds)))
+
+
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=N_LAYERS),
@@ -158,14 +199,19 @@ def bench(
     n_parallel=st.integers(1, 4),
     late_s=st.sampled_from([0.0, 0.002]),
     seed=st.integers(0, 100),
+    unfinished=st.lists(st.tuples(st.sampled_from([abandon, park, hold]), st.integers(1, 6))),
 )
 @every_bench
 def test_layers_arrive_in_order_with_their_bytes(
-    make, kinds, n_slots, n_parallel, late_s, seed, files
+    make, kinds, n_slots, n_parallel, late_s, seed, unfinished, files
 ):
+    """In whole passes after and between unfinished passes."""
     with bench(make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed) as b:
-        for _ in range(4):
+        b.sweep()
+        for leave, n in unfinished[:3]:
+            leave(b, min(n, len(kinds)))
             b.sweep()
+        b.sweep()
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
@@ -239,37 +285,6 @@ def test_failed_read_is_raised_and_the_next_sweep_restarts(make, at, files):
 
 
 @every_bench
-@pytest.mark.parametrize("n_taken", range(N_LAYERS + 1))
-def test_abandoned_sweep_leaves_the_next_complete(make, n_taken, files):
-    with bench(make, files, late_s=0.002) as b:
-        for _ in range(3):
-            with closing(b.streamer.sweep()) as sweep:
-                for _ in range(n_taken):
-                    block = next(sweep)
-                    b.device.look(block)
-                    b.device.look(block)
-            b.check(range(n_taken))
-            b.sweep()
-
-
-@every_bench
-def test_parked_streamer_keeps_the_latest_layer_and_reads_no_other(make, files):
-    with bench(make, files, n_slots=2, late_s=0.002) as b:
-        for n_taken in (1, 3):
-            with closing(b.streamer.sweep()) as sweep:
-                for _ in range(n_taken):
-                    block = next(sweep)
-                b.streamer.park()
-                n_read = sum(b.tiers[0].n_done.values())
-                b.device.look(block)
-                time.sleep(0.01)
-                b.device.look(block)
-                b.check([n_taken - 1])
-                assert sum(b.tiers[0].n_done.values()) == n_read
-            b.sweep()
-
-
-@every_bench
 def test_close_waits_for_a_running_read(make, files):
     going = threading.Event()
     go_on = threading.Event()
@@ -312,25 +327,6 @@ def test_sweep_of_a_closed_streamer_raises(make, files):
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), "the sweep waits for ever"
             assert isinstance(ended[0], LinkError)
-
-
-@every_bench
-def test_unfinished_sweep_does_not_disturb_the_next(make, files):
-    """For example when a caught interrupt holds its traceback."""
-    with bench(make, files) as b:
-        for n in (1, 3, 4):
-            held = b.streamer.sweep()
-            for _ in range(n):
-                next(held)
-            b.sweep()
-            newer = b.streamer.sweep()
-            b.device.look(next(newer))
-            with pytest.raises(LinkError, match="another pass"):
-                list(held)
-            for block in newer:
-                b.device.look(block)
-            b.device.seen()
-            b.sweep()
 
 
 @every_bench

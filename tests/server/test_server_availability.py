@@ -36,7 +36,7 @@ from support.serving import (
 from offload_rt.errors import SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits
-from offload_rt.server.limits import Access, Limits
+from offload_rt.server.limits import Access, Limits, error_response
 from offload_rt.server.messages import MessagesRequest
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
@@ -380,6 +380,16 @@ def test_cancelled_requests_are_answered_once(has_begun, statuses):
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     asyncio.run(Limits(cancelled, Access())(scope, Mock(), send))
     assert [message.get("status") for message in sent] == statuses
+
+
+@pytest.mark.parametrize(("status", "kind"), [
+    (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+    (429, "rate_limit_error"), (499, "invalid_request_error"), (500, "server_error"),
+    (503, "server_error"),
+])  # fmt: skip
+def test_errors_have_the_type_of_their_status_and_a_bounded_message(status, kind):
+    error = json.loads(error_response(status, "x" * 1001).body)["error"]
+    assert error == {"message": "x" * 1000, "type": kind, "param": None, "code": None}
 
 
 def test_head_requests_are_answered_like_get(served):

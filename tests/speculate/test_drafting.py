@@ -34,7 +34,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import _Memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.profile import pass_profile
-from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.errors import CapacityError, NumericsError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
@@ -161,6 +161,26 @@ def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size
     assert tokens[0, : len(order)].tolist() == order.tolist()
     assert values[0, : len(order)] == pytest.approx(best.tolist())
     assert (values[0, len(order) :] <= 0).all()
+
+
+def test_draft_logits_have_the_width_of_the_target():
+    logits = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).bfloat16()
+    assert child_sampling.fitted(logits, 2).tolist() == logits[:, :2].tolist()
+    wide = child_sampling.fitted(logits, 5)
+    assert wide.dtype == torch.float32 and wide[:, :3].tolist() == logits.tolist()
+    assert (wide[:, 3:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_first_value_reveals_draft_logits_that_are_no_numbers(number):
+    values = torch.tensor([[0.5, number], [0.25, -torch.inf]])
+    tokens = torch.tensor([[3, 1], [2, 0]])
+    assert child_sampling.unpacked(child_sampling.packed(tokens, values), 2)[0].tolist() == [
+        [3, 1],
+        [2, 0],
+    ]
+    with pytest.raises(NumericsError, match="draft model"):
+        child_sampling.unpacked(child_sampling.packed(tokens, values.flip(1)), 2)
 
 
 def best_nodes(model, tokens, n, n_levels, temperature):
