@@ -10,7 +10,6 @@ import json
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.process import command
@@ -253,10 +251,12 @@ def _best(
 
 
 def _print_table(findings: Findings) -> None:
+    from offload_rt.cli.format import print_rows
+
     rows = ((n, *("" if np.isnan(cost) else f"{cost:.4f}" for cost in costs)) for n, costs in
             zip(findings.sizes, findings.cost, strict=True))  # fmt: skip
     title = "seconds per token by size (rows) and levels (columns) of the tree"
-    _print_rows(title, ("nodes", *findings.depths), rows)
+    print_rows(("nodes", *findings.depths), rows, title)
     trees: dict[int, list[object]] = {}
     for best in findings.optima:
         tree = f"{best.n_nodes}, {best.n_levels}, {best.plain_s / best.token_s:.2f}"
@@ -266,7 +266,7 @@ def _print_table(findings: Findings) -> None:
         " times plain"
     )
     contexts = sorted({best.context for best in findings.optima})
-    _print_rows(title, ("sequences", *contexts), trees.values())
+    print_rows(("sequences", *contexts), trees.values(), title)
     ranks = ", ".join(f"{p:.3f}" for p in findings.acceptance[:8])
     n_nodes, n_levels, seconds = findings.best
     print(f"acceptance by rank: {ranks} ...")
@@ -275,17 +275,6 @@ def _print_table(findings: Findings) -> None:
         f" {findings.pass_s[0]:.4f} s; link {findings.link_s:.4f} s per pass, draft level"
         f" {findings.level_s:.4f} s"
     )
-
-
-def _print_rows(title: str, heads: Iterable[object], rows: Iterable[Iterable[object]]) -> None:
-    from offload_rt.cli.format import print_table
-
-    table = Table(title=title)
-    for head in heads:
-        table.add_column(str(head), justify="right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    print_table(table)
 
 
 def _draw(findings: Findings, path: str) -> None:

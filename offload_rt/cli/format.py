@@ -1,7 +1,7 @@
 """Placement tables and the closing report of a run."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from shutil import get_terminal_size
 from statistics import median
@@ -67,6 +67,23 @@ def follows(config: EngineConfig) -> bool:
 def columns() -> int:
     """Return the columns of the terminal, 100 without a terminal."""
     return get_terminal_size((COLUMNS, 1)).columns
+
+
+def print_rows(
+    heads: Iterable[object], rows: Iterable[Iterable[object]], title: str | None = None
+) -> None:
+    """Print a table, without lines unless it has a title. Texts of the first column wrap."""
+    table = Table(title=title) if title else Table(box=None, pad_edge=False)
+    for i, head in enumerate(heads):
+        is_name = title is None and i == 0
+        table.add_column(
+            str(head),
+            justify="left" if is_name else "right",
+            overflow="fold" if is_name else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(*map(str, row))
+    print_table(table)
 
 
 def print_table(table: Table) -> None:

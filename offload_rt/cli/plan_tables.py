@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from offload_rt.cli.format import COLUMNS, columns, format_speed, print_table
+from offload_rt.cli.format import COLUMNS, columns, format_speed, print_rows, print_table
 from offload_rt.config import format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.packing import LOSSLESS_SHARE
@@ -123,12 +123,12 @@ def _print_formats(
 ) -> None:
     """Print a row per weight format, and the drafter with the fastest forecast."""
     first, drafters = next(iter(by_format.items()))
-    heads = "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
+    heads = "", "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
     print("\nforecast by weight format, tokens/s (s per token)")
-    table = _plain_table("", *heads)
-    for name, row in by_format.items():
-        table.add_row(name, _traffic(row["none"]), *map(_speed, row.values()))
-    print_table(table)
+    rows = (
+        (name, _traffic(row["none"]), *map(_speed, row.values())) for name, row in by_format.items()
+    )
+    print_rows(heads, rows)
     share = f"lossless layers have {LOSSLESS_SHARE:.2f} of their bytes"
     _print(f"assumed: {share}, decoding writes {decode_gbps:g} GB/s")
     fitting = {
@@ -146,11 +146,9 @@ def _print_formats(
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
     """Print plain decoding of a mixture by transferred weights, and published rates."""
     print("\nforecast of plain decoding by transferred weights")
-    table = _plain_table("", "bytes per pass", "tokens/s")
-    for name, way in ways.items():
-        chosen = " (the mode of a run)" if name == forecast.mode else ""
-        table.add_row(name + chosen, _traffic(way), _speed(way))
-    print_table(table)
+    chosen = {forecast.mode: " (the mode of a run)"}
+    rows = ((name + chosen.get(name, ""), _traffic(way), _speed(way)) for name, way in ways.items())
+    print_rows(("", "bytes per pass", "tokens/s"), rows)
     model = forecast.request.config.model.lower().rpartition("/")[2]
     for line in PUBLISHED["rates"].get(model, ()):
         _print(f"published: {line}")
@@ -170,7 +168,7 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
 def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
     """Print a row per drafter, fastest first, then the sources of the acceptance."""
     print("\nforecast by drafter, tokens/s (s per token)")
-    table = _plain_table("", "drafter size", "tokens per pass", "tokens/s")
+    rows = []
     for choice in choices:
         size = format_size(choice.nbytes) if choice.nbytes else ""
         forecast = choice.forecast
@@ -178,8 +176,8 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
         speed = _speed(forecast) if forecast else "no forecast"
         if forecast and choice.drafter != "none" and len(forecast.topology) == 1:
             tokens, speed = "", "does not pay"
-        table.add_row(choice.title, size, tokens, speed)
-    print_table(table)
+        rows.append((choice.title, size, tokens, speed))
+    print_rows(("", "drafter size", "tokens per pass", "tokens/s"), rows)
     for choice in choices:
         _print(f"{choice.title}: {choice.source}")
 
@@ -342,12 +340,3 @@ def _print(sentence: str) -> None:
     """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
     width = min(columns(), COLUMNS)
     print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))
-
-
-def _plain_table(first: str, *heads: str) -> Table:
-    """Return a table without lines; columns after the first are aligned on the right."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for head in heads:
-        table.add_column(head, justify="right")
-    return table
