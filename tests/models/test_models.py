@@ -1,5 +1,7 @@
 """Logits of every family against transformers: prompts, trees, dtypes, rotations."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.tiny import (
@@ -24,8 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor import runner as runner_module
-from offload_rt.models.rope import Rope
+from offload_rt.models.rope import Rope, RopeConfig
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
 
@@ -115,6 +118,12 @@ def test_flops_of_a_layer_equal_those_of_transformers(zoo, name):
         assert spec.flops(2, n_rows, context) == expected
 
 
+def test_opened_twice_a_model_is_equal_and_has_the_same_key(zoo):
+    """Measured times are kept by the text of a model."""
+    first, second = (open_checkpoint(zoo.directory("llama-yarn", 0)).spec for _ in range(2))
+    assert first == second and repr(first) == repr(second)
+
+
 ROPES = {
     "default": {},
     "linear": LINEAR,
@@ -150,3 +159,19 @@ def test_dynamic_rope_uses_the_length_of_each_row():
     pairs = zip(ropes, lengths, strict=True)
     expected = [torch.stack(rope(x, n.view(1, 1) - 1)) for rope, n in pairs]
     torch.testing.assert_close(got, torch.cat(expected, 1)[..., 0, :], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("scaling", "head_dim", "words"), [
+    ({}, 2, None), ({}, 1, "head_dim is 1"), ({}, 3, "head_dim is 3"),
+    ({"type": "yarn", "factor": 2.0}, 2, None), ({"type": "yarn"}, 2, "'factor' is missing"),
+    ({"type": "unheard"}, 2, "rope type 'unheard'"), ({"type": 5}, 2, "rope type 5"),
+])  # fmt: skip
+def test_rope_settings_are_complete_or_refused(scaling, head_dim, words):
+    """The length of the config is the default of the original length."""
+    raw = {"max_position_embeddings": 64, "rope_scaling": scaling}
+    expected = raw | {"rope_scaling": scaling | {"original_max_position_embeddings": 64}}
+    positions = torch.arange(9)
+    with nullcontext() if words is None else pytest.raises(UnsupportedModelError, match=words):
+        ropes = [Rope(RopeConfig.from_config(each, head_dim)) for each in (raw, expected)]
+        first, second = (rope.cos_sin(positions, positions + 1, torch.float32) for rope in ropes)
+        assert all(map(torch.equal, first, second)) and first[0].shape == (9, head_dim)
