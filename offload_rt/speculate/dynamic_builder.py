@@ -23,8 +23,8 @@ _N_CHILDREN = 32
 # are worth a row. The initial size is below this cost, in plain passes.
 _FIRST_SIZES = (4, 16)
 _FIRST_COST = 1.5
-# Factor on chances that are compared with the time of rows: the selected nodes are those whose
-# chance is overestimated.
+# Rows are drafted only if they pay with chances multiplied by this factor: where drafting seems to
+# gain little, its chance is overestimated more often than not.
 TRUST = 0.5
 # Maximum nodes whose text candidates are considered before the first round and after each.
 # The draft replaces unlikely candidates.
@@ -212,6 +212,8 @@ class DynamicTreeBuilder:
         self._n_rounds = 0
         # Tokens and probabilities of the candidates below each row.
         self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # The text's candidates below the root, and their chances.
+        self._first = np.empty(0, dtype=np.int64), np.empty(0)
         self._add_text()
 
     @property
@@ -263,8 +265,9 @@ class DynamicTreeBuilder:
     def _add_text(self) -> None:
         """Add the text's candidates below closed nodes, as far as they enter the tree."""
         if not self._n_rounds:
-            best = self.text.below([()])[2].max(initial=0.0)
-            if best < self.cost.least_child:
+            _, tokens, chances = self.text.below([()])
+            self._first = tokens, chances
+            if chances.max(initial=0.0) < self.cost.least_child:
                 return
         nodes = self._nodes
         closed = np.flatnonzero(~nodes.is_open)
@@ -372,6 +375,11 @@ class DynamicTreeBuilder:
     def learn(self, path: list[int], after: list[int]) -> None:
         """Compare the candidates along the accepted path, root first, with the actual tokens."""
         self.text.learn(after)
+        if self._n_drafted == 1:  # the acceptance of the text alone
+            tokens, chances = self._first
+            ranked = tokens[np.argsort(-chances)].tolist()
+            rank = ranked.index(after[0]) if after[0] in ranked else None
+            self.estimates.acceptance.observe(len(ranked), rank)
         rows = self._nodes.rows[[node for node in path if node < len(self._nodes.rows)]]
         for row, token in zip(rows.tolist(), after, strict=False):
             if row in self._seen:

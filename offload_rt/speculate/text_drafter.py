@@ -124,11 +124,12 @@ class TextDrafter(Drafter):
     def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:
         """Return recent costs of a dynamic tree; nodes of a fixed number are free."""
         context = len(sequence.tokens)
+        level_s = self._cost.level(n_sequences)
         cost, longest, n_left = self._costs.get((n_nodes, n_sequences), (None, 0, 0))
-        if cost is None or n_left == 0 or context > longest:
+        if cost is None or cost.level_s != level_s or context > longest or n_left == 0:
             sizes = np.ones(n_nodes) if self.limits.fixed_size else np.arange(1, n_nodes + 1)
             pass_s = self._cost.seconds(n_sequences * sizes, context, 0.0, n_sequences)
-            cost = RoundCost(self._cost.level(n_sequences), pass_s)
+            cost = RoundCost(level_s, pass_s)
             longest, n_left = int(_GROWTH * context), _COST_USES
         self._costs[n_nodes, n_sequences] = cost, longest, n_left - 1
         return cost
@@ -165,4 +166,6 @@ class TextDrafter(Drafter):
         def seconds(n_rows: np.ndarray) -> np.ndarray:
             return self._cost.seconds(n_fixed + n_rows, context, draft_s, n)
 
-        return best_prefixes([TRUST * candidates for candidates in chances], seconds)
+        if not any(best_prefixes([TRUST * candidates for candidates in chances], seconds)):
+            return [0] * n
+        return best_prefixes(chances, seconds)
