@@ -12,10 +12,7 @@ struct BlockShape {
   bool has_minima;
 };
 template <int kind>
-constexpr BlockShape kBlock = {};
-template <> constexpr BlockShape kBlock<kRows> = {32, 32, 32, 0, false};
-template <> constexpr BlockShape kBlock<kInt8> = {32, 32, 32, 0, false};
-template <> constexpr BlockShape kBlock<kFloat8> = {32, 32, 32, 0, false};
+constexpr BlockShape kBlock = {32, 32, 32, 0, false};  // codes of 8 bits with scales elsewhere
 template <> constexpr BlockShape kBlock<kQ4_0> = {32, 18, 32, 2, false};
 template <> constexpr BlockShape kBlock<kQ4_1> = {32, 20, 32, 4, true};
 template <> constexpr BlockShape kBlock<kQ5_0> = {32, 22, 32, 6, false};
@@ -87,20 +84,14 @@ inline Codes look_up(const int8_t* table, Codes codes) {
 #endif
 }
 
-// Numbers of a grid at eight places of four codes: bytes, and with nine bits.
+// Numbers of a grid at eight places of four codes: bytes, and with nine bits. Zen 4 gathers at half of the rate of single loads.
 inline Codes points4(const uint8_t* grid, const uint8_t* places) {
   const auto at = [&](int k) { return word_at(grid, places[k]); };
   return (Codes)Words{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
 }
 inline Codes points4(const uint8_t* grid, const uint8_t* low, uint32_t high) {
-#if LEVEL >= 1
-  const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(low)));
-  const Words places = (Words)bytes | ((Words{} + high) << Words{8, 7, 6, 5, 4, 3, 2, 1} & 256);
-  return (Codes)_mm256_i32gather_epi32(reinterpret_cast<const int*>(grid), (__m256i)places, 4);
-#else
   const auto at = [&](int k) { return word_at(grid, low[k] | (high >> k & 1) << 8); };
   return (Codes)Words{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
-#endif
 }
 // Numbers of a grid at four places of eight codes.
 inline Codes points8(const uint8_t* grid, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -207,9 +198,7 @@ inline __attribute__((always_inline)) V number_of(Codes codes, int i) {
   const __m128i half = i / 2 ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all);
   return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(i % 2 ? _mm_unpackhi_epi64(half, half) : half));
 #else
-  V numbers;
-  for (int k = 0; k < kLanes; ++k) numbers[k] = static_cast<float>(static_cast<int8_t>(codes[i * kLanes + k]));
-  return numbers;
+  return Signed()(reinterpret_cast<const uint8_t*>(&codes) + i * kLanes);
 #endif
 }
 
@@ -370,15 +359,50 @@ inline __attribute__((always_inline)) V scale_and_shift(V codes, float scale, fl
 template <int kind>
 inline __attribute__((always_inline)) V weight_of(Codes codes, const uint8_t* block, const GroupScales& scales, int part, int i) {
   const int group = part * (32 / kBlock<kind>.group) + i * kLanes / kBlock<kind>.group;
-  const float* scale = scales.scales + group;
-  // Each vector loads the scale: AVX-512 broadcasts a factor in memory without an instruction.
-  if (LEVEL >= 2 && i > 0) asm("" : "+r"(scale));
+  // Vectors of a group load its scale again: AVX-512 broadcasts a factor in memory without an instruction, and 16 scales of
+  // a block are too many for the registers of AVX2.
+  const GroupScales* from = &scales;
+  if ((LEVEL >= 2 || kBlock<kind>.group == 16) && i * kLanes % kBlock<kind>.group != 0) asm("" : "+r"(from));
   V number;
   if constexpr (kind == kInt8 || kind == kQ8_0) number = Signed()(block + kBlock<kind>.codes + i * kLanes);
   else number = kind == kFloat8 ? small_float_of(codes, i) : number_of(codes, i);
-  if constexpr (kBlock<kind>.has_minima) return scale_and_shift(number, *scale, scales.minima[group]);
-  return number * set1(*scale);
+  if constexpr (kBlock<kind>.has_minima) return scale_and_shift(number, from->scales[group], from->minima[group]);
+  return number * set1(from->scales[group]);
 }
+
+#if LEVEL >= 3
+// Values of the codes of a group, where 32 values of one or several groups are a table in a register; parts of a table.
+template <int kind>
+constexpr int kValues = kind == kQ2_K ? 4 : kind == kQ3_K ? 8 : kind == kQ5_0 || kind == kQ5_1 || kind == kQ5_K ? 32 : 0;
+template <int kind>
+constexpr int kTableParts = kBlock<kind>.group / kValues<kind>;
+
+// The values of the groups from part `part` on, in bfloat16.
+template <int kind>
+inline __attribute__((always_inline)) V table_of_values(const GroupScales& scales, int part) {
+  const auto values = [&](int first) __attribute__((always_inline)) {
+    const VI places = VI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first;
+    const V codes = (V)_mm512_cvtepi32_ps((__m512i)(places % kValues<kind> - kOffset<kind>));
+    const auto spread = [&](const float* from) {
+      from += part * (32 / kBlock<kind>.group);
+      if (kValues<kind> == 32) return set1(*from);
+      return (V)_mm512_permutexvar_ps((__m512i)(places / kValues<kind>), _mm512_castps256_ps512(_mm256_loadu_ps(from)));
+    };
+    const V products = codes * spread(scales.scales);
+    return (__m512)(kBlock<kind>.has_minima ? products + spread(scales.minima) : products);
+  };
+  return (V)_mm512_cvtne2ps_pbh(values(16), values(0));
+}
+
+// The values of part i of a block. table: of its groups among others.
+template <int kind>
+inline __attribute__((always_inline)) __m512bh value_of(const uint8_t* block, int i, V table) {
+  const int first = i % kTableParts<kind> * (32 / kTableParts<kind>), second = kBlock<kind>.group == 16 ? kValues<kind> : 0;
+  const __m512i groups = _mm512_inserti64x4(_mm512_set1_epi16(first), _mm256_set1_epi16(first + second), 1);
+  const __m512i places = _mm512_cvtepu8_epi16((__m256i)stored_codes<kind>(nullptr, block, i));
+  return (__m512bh)_mm512_permutexvar_epi16(_mm512_or_si512(places, groups), (__m512i)table);
+}
+#endif
 
 // Parts of a block whose code is compiled separately: without vectors of bytes they take minutes to compile.
 constexpr int kUnrolled = LEVEL >= 1 ? 8 : 1;

@@ -198,32 +198,24 @@ void add_block(const X* x, int n_rows, const W* w, int64_t ldw, int n_outs, int 
 // ---- Packing: n inputs of an output from input `first` on, as floats or bfloat16, zeros up to n_padded.
 
 // Vectors of codes to numbers.
-struct Signed {
+template <bool is_signed>
+struct Integers {
   inline V operator()(const uint8_t* codes) const {
 #if LEVEL >= 2
-    return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    return (V)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #elif LEVEL == 1
-    return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+    return (V)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
     V wide;
-    for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(static_cast<int8_t>(codes[i]));
+    for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(is_signed ? static_cast<int8_t>(codes[i]) : codes[i]);
     return wide;
 #endif
   }
 };
-struct Unsigned {
-  inline V operator()(const uint8_t* codes) const {
-#if LEVEL >= 2
-    return (V)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
-#elif LEVEL == 1
-    return (V)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-#else
-    V wide;
-    for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(codes[i]);
-    return wide;
-#endif
-  }
-};
+typedef Integers<true> Signed;
+typedef Integers<false> Unsigned;
 // Codes of 4 bits, each a place in a table of floats.
 struct Table {
   const float* numbers;
@@ -566,8 +558,23 @@ inline void read_scales(const Matrix& m, int64_t row, int64_t first, int n, Grou
 
 template <typename X>
 constexpr int kStep = sizeof(X) == 2 ? 2 * kLanes : kLanes;
-template <typename X>
-constexpr Method kTables = sizeof(X) == 2 ? kShortTables : kFloatTables;
+
+// Call use.template operator()<method>() for a method that decodes codes of 4 bits.
+template <typename X, typename Use>
+inline void with_method(Method method, Use use) {
+  switch (method) {
+    case kFloatTables:
+      if constexpr (sizeof(X) == 4) use.template operator()<kFloatTables>();
+      return;
+    case kShortTables:
+      if constexpr (sizeof(X) == 2 || LEVEL == 1) use.template operator()<kShortTables>();
+      return;
+    case kHalves: return use.template operator()<kHalves>();
+    case kScaled: return use.template operator()<kScaled>();
+    case kShifted: return use.template operator()<kShifted>();
+    case kTwiceShifted: return use.template operator()<kTwiceShifted>();
+  }
+}
 
 inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
@@ -647,21 +654,8 @@ void multiply_panel(const Matrix& m, const Order<X>& order, const X* x, int n_ro
           if (!is_gathered(m)) prefetch_codes(m, bytes, first, n);
           else bytes = reinterpret_cast<uint8_t*>(gathered.words + j * gathered.stride);
           X* to = panel + (first - begin) * n_outs + j * depth;
-          switch (order.method) {
-            case kNoMethod: unpack(m, bytes, first_out + j, first, n, padded(n), to); break;
-#if LEVEL == 1
-            case kFloatTables: unpack_chunks<kFloatTables>(m, order, gathered, first_out + j, first, n, to); break;
-            case kShortTables: unpack_chunks<kShortTables>(m, order, gathered, first_out + j, first, n, to); break;
-#else
-            case kFloatTables: case kShortTables:
-              unpack_chunks<kTables<X>>(m, order, gathered, first_out + j, first, n, to);
-              break;
-#endif
-            case kHalves: unpack_chunks<kHalves>(m, order, gathered, first_out + j, first, n, to); break;
-            case kScaled: unpack_chunks<kScaled>(m, order, gathered, first_out + j, first, n, to); break;
-            case kShifted: unpack_chunks<kShifted>(m, order, gathered, first_out + j, first, n, to); break;
-            default: unpack_chunks<kTwiceShifted>(m, order, gathered, first_out + j, first, n, to);
-          }
+          if (order.method == kNoMethod) unpack(m, bytes, first_out + j, first, n, padded(n), to);
+          with_method<X>(order.method, [&]<Method method>() { unpack_chunks<method>(m, order, gathered, first_out + j, first, n, to); });
         }
       }
     }
@@ -777,6 +771,7 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
       V sums[N * M];
 #pragma GCC unroll 16
       for (int i = 0; i < N * M; ++i) sums[i] = V{};
+      V tables[N];  // of values in bfloat16
       for (int part = 0; part < n / 32; part += shape.n / 32) {
 #pragma GCC unroll 8
         for (int i = 0; i < shape.n / 32; ++i) {
@@ -790,7 +785,12 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
           if constexpr (sizeof(X) == 2) {
             __m512bh values[N];
 #pragma GCC unroll 4
-            for (int j = 0; j < N; ++j) values[j] = _mm512_cvtne2ps_pbh((__m512)weights(j, 1), (__m512)weights(j, 0));
+            for (int j = 0; j < N; ++j) {
+              if constexpr (kValues<kind> > 0) {
+                if (i % kTableParts<kind> == 0) tables[j] = table_of_values<kind>(scales[j], part + i);
+                values[j] = value_of<kind>(blocks[j], i, tables[j]);
+              } else values[j] = _mm512_cvtne2ps_pbh((__m512)weights(j, 1), (__m512)weights(j, 0));
+            }
             add_products<N, M>(values, rows + (part + i) * 32, sums);
           }
 #endif
@@ -815,40 +815,25 @@ void multiply_blocks(const Matrix& m, const X* x, int n_rows, int64_t first_out,
     for (int out = 0; out < n_outs; ++out) lines[row * kLine + out] = totals[out * M + row];
 }
 
-template <Method method, typename X>
-void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
-  if (n_rows == 1) return multiply_decoded<1, method>(m, order, x, n_rows, first_out, n_outs, lines);
-  if (n_rows == 2) return multiply_decoded<2, method>(m, order, x, n_rows, first_out, n_outs, lines);
-  if (n_rows <= 4) return multiply_decoded<4, method>(m, order, x, n_rows, first_out, n_outs, lines);
-  multiply_decoded<kDecodedRows, method>(m, order, x, n_rows, first_out, n_outs, lines);
+// Call use.template operator()<the rows of a tile>().
+template <typename Use>
+inline void with_rows(int n_rows, Use use) {
+  if (n_rows == 1) return use.template operator()<1>();
+  if (n_rows == 2) return use.template operator()<2>();
+  if (n_rows <= 4) return use.template operator()<4>();
+  use.template operator()<kDecodedRows>();
 }
 
 template <typename X>
 void multiply_decoded(const Matrix& m, const Order<X>& order, const X* x, int n_rows, int64_t first_out, int n_outs, float* lines) {
-  switch (order.method) {
-#if LEVEL >= 1
-    case kNoMethod: {
-      const auto use = [&]<int kind, int product = kFloat32>() {
-        if (n_rows == 1) return multiply_blocks<1, kind, product>(m, x, n_rows, first_out, n_outs, lines);
-        if (n_rows == 2) return multiply_blocks<2, kind, product>(m, x, n_rows, first_out, n_outs, lines);
-        if (n_rows <= 4) return multiply_blocks<4, kind, product>(m, x, n_rows, first_out, n_outs, lines);
-        multiply_blocks<kDecodedRows, kind, product>(m, x, n_rows, first_out, n_outs, lines);
-      };
-      return m.kind >= kQ4_0 ? with_blocks(m.kind, use) : with_bytes<X>(m, use);
-    }
-#endif
-#if LEVEL == 1
-    case kFloatTables: return multiply_decoded<kFloatTables>(m, order, x, n_rows, first_out, n_outs, lines);
-    case kShortTables: return multiply_decoded<kShortTables>(m, order, x, n_rows, first_out, n_outs, lines);
-#else
-    case kFloatTables: case kShortTables:
-      return multiply_decoded<kTables<X>>(m, order, x, n_rows, first_out, n_outs, lines);
-#endif
-    case kHalves: return multiply_decoded<kHalves>(m, order, x, n_rows, first_out, n_outs, lines);
-    case kScaled: return multiply_decoded<kScaled>(m, order, x, n_rows, first_out, n_outs, lines);
-    case kShifted: return multiply_decoded<kShifted>(m, order, x, n_rows, first_out, n_outs, lines);
-    default: return multiply_decoded<kTwiceShifted>(m, order, x, n_rows, first_out, n_outs, lines);
-  }
+  with_method<X>(order.method, [&]<Method method>() {
+    with_rows(n_rows, [&]<int M>() { multiply_decoded<M, method>(m, order, x, n_rows, first_out, n_outs, lines); });
+  });
+  const auto use = [&]<int kind, int product = kFloat32>() {
+    with_rows(n_rows, [&]<int M>() { multiply_blocks<M, kind, product>(m, x, n_rows, first_out, n_outs, lines); });
+  };
+  if constexpr (LEVEL >= 1)
+    if (order.method == kNoMethod) m.kind >= kQ4_0 ? with_blocks(m.kind, use) : with_bytes<X>(m, use);
 }
 
 #include "rounded_cpu.h"

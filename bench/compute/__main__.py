@@ -4,10 +4,11 @@
         [--context 300]
 
 products: every weight format, and torch's product, against the multiply-add peak and the memory
-bandwidth of the same round. cycles: one and eight rows of a matrix in the L2 cache. pass: shares of
-the CPU kernels in a resident tree pass, and attention's share of the multiply-adds. attention:
-implementations of attention, interleaved. --avx2 restricts torch, MKL and oneDNN to AVX2.
---activations int8 also measures types of GGUF with inputs rounded to 8 bits.
+bandwidth of the same round. cycles: one and eight rows of a matrix in the L2 cache; --limits adds
+the least cycles of the executed instructions. pass: shares of the CPU kernels in a resident tree
+pass, and attention's share of the multiply-adds. attention: implementations of attention,
+interleaved. --avx2 restricts torch, MKL and oneDNN to AVX2. --activations int8 also measures types
+of GGUF with inputs rounded to 8 bits.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from bench.common.checkpoints import expanded_model
 from bench.common.measure import AVX2_ENVIRONMENT, Benchmark, Spread, interleaved, timed
-from bench.compute import products
+from bench.compute import cycles, products
 from bench.compute.products import FORMATS
 from bench.gpu.shapes import random_tree
 from offload_rt import LLM, ops
@@ -168,6 +169,7 @@ def main() -> None:
     bench.add("--parts", nargs="+", choices=PARTS, default=PARTS)
     bench.add("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     bench.add("--rounds", type=int, default=5, help="of products")
+    bench.add("--limits", action="store_true")
     bench.add("--avx2", action="store_true")
     bench.add("--activations", choices=("exact", "int8"), default="exact")
     bench.add("--size", default="2100MB")
@@ -186,7 +188,7 @@ def main() -> None:
     if "products" in flags.parts:
         results |= products.report(flags.formats, flags.rounds, flags.activations == "int8")
     if "cycles" in flags.parts:
-        results |= products.report_cycles(flags.formats)
+        results |= cycles.report(flags.formats, flags.limits)
     if "pass" in flags.parts:
         results["shares"] = shares_of_pass(flags)
     if "attention" in flags.parts:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,14 +19,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.common.measure import ROOT, Spread, timed
+from bench.common.measure import ROOT, Spread
 from bench.common.peaks import fma_gflops, read_gbps
 from bench.common.processes import run_python
 from offload_rt.models.layers import LayerWeights
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.tier import read_parallel
 from offload_rt.ops.dequantize import BlockMatrix
-from offload_rt.ops.linear import linear, linears
+from offload_rt.ops.linear import linear
 from offload_rt.packing import BLOCKS
 from offload_rt.system.machine import cache_nbytes
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -43,6 +42,8 @@ MATRICES = {
 }
 # The L2 cache of a core holds it in most formats.
 CACHED = {"self_attn.q_proj": (256, HIDDEN)}
+# Its product is executed in single steps.
+TRACED = {"self_attn.k_proj": (128, HIDDEN)}
 DENSE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 # Flags of scripts/quantize.py. Products of quantised weights are in bfloat16.
 QUANTIZED = {
@@ -59,8 +60,6 @@ FORMATS = (*DENSE, *QUANTIZED, *BLOCKS)
 FOUR_BITS = ("int4, groups of 128", "AWQ", "GPTQ", "nf4", "MXFP4", "Q4_0", "Q4_K")
 _LEAST_S = 0.06  # of one measurement
 _TIMES_CACHE = 4
-_N_CACHED = 64  # products with the cached matrix in one call
-_FLOPS_OF_A_CYCLE = 32  # of float32: a multiply-add of 16 lanes, or two of 8 lanes, as on Zen 4
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def random_blocks(name: str) -> Weights:
     """Draw matrices of a GGUF type with scales below 1, in enough copies to exceed the caches."""
     block = BLOCKS[name]
     matrices = {}
-    for key, (n_out, n_in) in (MATRICES | CACHED).items():
+    for key, (n_out, n_in) in (MATRICES | CACHED | TRACED).items():
         blocks = torch.randint(256, (n_out, n_in // block.n, block.size), dtype=torch.uint8)
         for offset in (block.scale, block.minimum):
             if offset is not None:
@@ -313,38 +312,3 @@ def report(names: Sequence[str], n_rounds: int, rounds_inputs: bool) -> dict[str
 def _short(shares: Sequence[float]) -> str:
     spread = Spread.of(shares)
     return f"{spread.median:.2f} ({spread.least:.2f} to {spread.largest:.2f})"
-
-
-def report_cycles(names: Sequence[str]) -> dict[str, object]:
-    """Print cycles per 32 weights of a cached matrix, and the limit that they set for one row.
-
-    One thread multiplies. The limit is the share of the memory bandwidth if all threads multiplied
-    weights from memory in the same time.
-    """
-    with TemporaryDirectory(dir=ROOT / "build") as folder:
-        weights = all_weights(Path(folder), names)
-    n_threads = torch.get_num_threads()
-    hertz = fma_gflops() * 1e9 / n_threads / _FLOPS_OF_A_CYCLE
-    gbps = read_gbps()
-    print(f"clock {hertz / 1e9:.2f} GHz, memory {gbps:.1f} GB/s; cycles per 32 weights")
-    print(f"{'':20}{'1 row':>8}{'8 rows':>8}{'bytes':>8}{'limit':>8}")
-    torch.set_num_threads(1)
-    ((name, (n_out, n_in)),) = CACHED.items()
-    n_weights = sum(n_out * n_in for n_out, n_in in MATRICES.values())
-    results: dict[str, object] = {}
-    for format, each in weights.items():
-        stored = each.views[0].stored(name)
-        assert stored is not None
-        matrices = [stored[0]] * _N_CACHED
-        cycles = []
-        for n_rows in (1, 8):
-            x = torch.randn(n_rows, n_in).to(each.dtype)
-            product = partial(linears, x, matrices, [None] * _N_CACHED)
-            seconds = min(timed(product) for _ in range(20)) / _N_CACHED
-            cycles.append(seconds * hertz / (n_out * n_in / 32))
-        nbytes = 32 * each.nbytes / n_weights
-        limit = nbytes / cycles[0] * hertz * n_threads / 1e9 / gbps
-        print(f"{format:20}{cycles[0]:8.1f}{cycles[1]:8.1f}{nbytes:8.1f}{limit:8.2f}")
-        results[format] = {"cycles": cycles, "limit": limit}
-    torch.set_num_threads(n_threads)
-    return {"cycles_per_32_weights": results, "gbps": gbps}
