@@ -145,6 +145,8 @@ def _identities(config: EngineConfig, drafter: str) -> tuple[str, str]:
         target = open_checkpoint(locate(config.model, config.revision, offline=True))
         if drafter == SELF:
             return target.identity, COPIES
+        if drafter == RECYCLE:
+            return target.identity, RECYCLE
         draft = find_draft(replace(config, offline=True), None, target, None).draft
     except OffloadError:
         return "", ""

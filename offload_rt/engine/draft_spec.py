@@ -198,7 +198,7 @@ class DraftSpec:
         n_tokens = runner.spec.vocab_size
         draft_model = None
         self_model = None
-        pair_stats = PairStats()
+        pair_stats = PairStats.load(identity, drafting.name)
         if draft is not None:
             context = resources.draft_context
             draft_model = resources.open_model(draft, n_tokens, n_levels, trace, context)

@@ -95,6 +95,9 @@ class TextDrafter(Drafter):
         """Forget the tree of a sequence. The table is kept: other texts share its n-grams."""
         self._proposals.pop(sequence, None)
 
+    def save(self) -> None:
+        self.pair_stats.save()
+
     def estimates_at(self, temperature: float) -> Estimates:
         """Return the estimates for the kind of tree proposed at a temperature."""
         return self.pair_stats.at("recycled", temperature)

@@ -113,7 +113,7 @@ class TreeDrafter(TextDrafter):
         self._model.end(sequence)
 
     def save(self) -> None:
-        self.pair_stats.save()
+        super().save()
         if self._learner is not None:
             self._learner.save()
 

@@ -2,6 +2,7 @@
 
 import heapq
 import os
+import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,6 +28,7 @@ from support.tiny import (
 )
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.cli.plan_request import assumed
 from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import Acceptance, DraftLimits
 from offload_rt.dtypes import DType
@@ -229,7 +231,7 @@ def counts_of(pair_stats):
     }
 
 
-@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree"])
+@pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree", "adaptive_tree", "recycle"])
 def test_pair_statistics_are_restored(pair, cache, drafter):
     with open_llm(pair.target, **pair.settings(drafter)) as llm:
         for temperature in (0.0, 0.8):
@@ -237,13 +239,18 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
                 prompt_of(0), SamplingParams(max_new_tokens=20, temperature=temperature, seed=1)
             )
         learned = counts_of(llm.engine.drafter.pair_stats)
-        pair_ids = llm.spec.target.checkpoint.identity, llm.spec.draft.drafting.draft.identity
+        draft = llm.spec.draft.drafting.draft
+        pair_ids = llm.spec.target.checkpoint.identity, draft.identity if draft else drafter
         assert not (cache / "pairs.json").exists()
     # Trees of coupled noise are not trees of temperature 0.
-    kind = "without_replacement" if drafter == "static_tree" else "coupled-dynamic"
+    kind = {"static_tree": "without_replacement", "recycle": "recycled"}.get(
+        drafter, "coupled-dynamic"
+    )
     assert f"{kind} 0.8" in learned
-    drafted = [counts for kind, counts in learned.items() if "recycled" not in kind]
+    drafted = [counts for key, counts in learned.items() if not re.match(r"recycled \d ", key)]
     assert all(sum(tried) > 0 for (_, tried), _, _ in drafted)
+    config = EngineConfig(str(pair.target), **pair.settings(drafter))
+    assert f"of {kind} trees" in assumed("auto", 0.8, config, drafter).source
     assert counts_of(PairStats.load(*pair_ids)) == learned
     other = PairStats.load(pair_ids[0], "another draft")
     assert not other.estimates
