@@ -11,7 +11,7 @@ from offload_rt.executor.stats import PassTimes
 # Share of the time of plain passes that drafted passes may lose.
 _SHARE = 0.01
 # Bounds of the balance, and its value when a batch begins.
-_LEAST, _MOST = -2.0, 4.0
+_LEAST, _MOST = -0.5, 4.0
 _INITIAL = 0.5
 # Plain passes to measure, and least weight of the newest. Before, an estimate replaces them, and
 # drafting continues only with at least this gain per pass, up to this balance.
