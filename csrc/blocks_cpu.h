@@ -360,9 +360,10 @@ template <int kind>
 inline __attribute__((always_inline)) V weight_of(Codes codes, const uint8_t* block, const GroupScales& scales, int part, int i) {
   const int group = part * (32 / kBlock<kind>.group) + i * kLanes / kBlock<kind>.group;
   // Vectors of a group load its scale again: AVX-512 broadcasts a factor in memory without an instruction, and 16 scales of
-  // a block are too many for the registers of AVX2.
+  // a block are too many for the registers of AVX2. Lookups in a grid need these registers.
   const GroupScales* from = &scales;
-  if ((LEVEL >= 2 || kBlock<kind>.group == 16) && i * kLanes % kBlock<kind>.group != 0) asm("" : "+r"(from));
+  const bool loads_again = LEVEL >= 2 ? kind < kIq2Xxs : kBlock<kind>.group == 16;
+  if (loads_again && i * kLanes % kBlock<kind>.group != 0) asm("" : "+r"(from));
   V number;
   if constexpr (kind == kInt8 || kind == kQ8_0) number = Signed()(block + kBlock<kind>.codes + i * kLanes);
   else number = kind == kFloat8 ? small_float_of(codes, i) : number_of(codes, i);
