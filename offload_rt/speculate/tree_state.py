@@ -172,11 +172,11 @@ class DraftState(TreeState):
         super().computed()
 
     def commit_path(self, tokens: list[int]) -> None:
-        """Commit the rows of the previous tree that the sequence continued along."""
+        """Commit the rows of the previous tree that the sequence continued along, once."""
         n = self._runner.n_committed(self.cache)
-        if self.n_done == 0 or n >= len(tokens) - 1 or tokens[n] != self.tokens[0]:
-            return
-        self._runner.commit(self.cache, self._path(tokens[n + 1 : -1]))
+        if self.n_done > 0 and n < len(tokens) - 1 and tokens[n] == self.tokens[0]:
+            self._runner.commit(self.cache, self._path(tokens[n + 1 : -1]))
+        self.n_done = 0
 
     def _path(self, tokens: list[int]) -> list[int]:
         """Return the root and the longest path of rows with these tokens."""

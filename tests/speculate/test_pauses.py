@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import pytest
 from support.heads import VOCAB, few_tokens, random_head
 from support.tiny import Steady, generate, keep_steady, open_llm, prompt_of, sequence_of
 
 from offload_rt import SamplingParams
+from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
 from offload_rt.speculate import head_model
 from offload_rt.speculate.pauses import Pauses
@@ -111,6 +113,27 @@ def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
         alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=24))
     expected = [generate(pair.model, prompt, 24) for prompt in prompts]
     assert [output.token_ids for output in (*outputs, *alone)] == [*expected, expected[0]]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen", "model"])
+def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypatch, kind):
+    """Trees of a draft cache are committed once: later answers take the cache over without a tree."""
+    settings = {"directory": pair.target, "draft_model": str(pair.draft)}
+    if kind != "model":
+        settings = random_head(tmp_path, kind, few_tokens()).settings
+
+    def drafts(pauses: Pauses, batch: list[Sequence]) -> bool:
+        pauses.is_drafting = not answers and batch[0].n_new == 1
+        return pauses.is_drafting
+
+    pause(monkeypatch)
+    monkeypatch.setattr(Pauses, "drafts", drafts)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, logit_bias={5: 100})
+    answers: list[Any] = []
+    with open_llm(**settings, place="resident", tree_size=12, max_model_len=128) as llm:
+        for _ in range(4):
+            answers += llm.generate([5] * 30, params)
+    assert [answer.token_ids for answer in answers] == [[5] * 12] * 4
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen"])
