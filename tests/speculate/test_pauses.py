@@ -117,7 +117,7 @@ def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen", "model"])
 def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypatch, kind):
-    """Trees of a draft cache are committed once: later answers take the cache over without a tree."""
+    """A tree is committed once: later answers take its cache over without a tree."""
     settings = {"directory": pair.target, "draft_model": str(pair.draft)}
     if kind != "model":
         settings = random_head(tmp_path, kind, few_tokens()).settings
