@@ -203,8 +203,8 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Return whether the current time of one width is close to the cached time."""
-    width = compute.widths[1]
+    """Return whether the current time of few rows is close to the cached time."""
+    width = compute.widths[:2][-1]
     context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])
     return 1 / _STALE < now / float(compute.at(np.array([width]), context)[0]) < _STALE

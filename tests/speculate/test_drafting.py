@@ -262,11 +262,12 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_cached_pass_times_are_used_while_they_hold(pair, cache, monkeypatch, holds):
-    monkeypatch.setattr(profile, "_still_holds", lambda runner, compute: holds)
+@pytest.mark.parametrize("n_rows", [1, 16])
+def test_cached_pass_times_are_used_while_they_hold(pair, cache, monkeypatch, n_rows, holds):
+    monkeypatch.setattr(profile, "_STALE", 1e9 if holds else 1e-9)
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         monkeypatch.setattr(profile, "compute_times", measure := Mock(wraps=profile.compute_times))
-        given = llm.engine.runner, llm.plan.pass_bytes, (16, 128)
+        given = llm.engine.runner, llm.plan.pass_bytes, (n_rows, 128)
         first, second = (pass_profile(*given).compute for _ in range(2))
         assert measure.call_count == (1 if holds else 2)
         assert first.widths == second.widths and (first == second or not holds)
