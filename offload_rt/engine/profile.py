@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
 from itertools import cycle, islice, pairwise, takewhile
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -249,7 +250,8 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
             blocks = list(islice(sweep, i, i + n_adjacent))
             # Prefetches of further layers would compete for the processors of a CPU.
             runner.streamer.park()
-            for at, (width, context) in enumerate(passes):
+            # The largest passes come first: they warm up the machine for the shortest.
+            for at, (width, context) in sorted(enumerate(passes), key=itemgetter(1), reverse=True):
                 # Room for the root and one level: learned position tables end at max_positions.
                 n_before = min(context, spec.max_positions - 2)
                 runner.assume_context(cache, n_before)

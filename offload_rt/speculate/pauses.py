@@ -37,6 +37,8 @@ class Pauses:
 
     def __init__(self, cost: CostEstimator) -> None:
         self._cost = cost
+        # Learning does not change the unit.
+        self._unit = cost.fixed(cost.level_s)
         self._batch: list[Sequence] = []
         self._estimate_s, self._context = 1.0, 0
         self._plain, self._n_plain = 1.0, 0  # mean plain pass, and number of measured ones
@@ -63,7 +65,7 @@ class Pauses:
         context = max(len(sequence.tokens) for sequence in self._batch)
         if context > _GROWTH * self._context:
             self._context = context
-            self._estimate_s = float(self._cost.seconds(np.array([n]), context, 0.0, n)[0])
+            self._estimate_s = float(self._unit.seconds(np.array([n]), context, 0.0, n)[0])
         time = (times.ended - times.started) / self._estimate_s
         gain = _SHARE
         if self.is_drafting:

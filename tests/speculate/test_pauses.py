@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 from support.heads import VOCAB, few_tokens, random_head
 from support.tiny import Steady, generate, keep_steady, open_llm, prompt_of, sequence_of
@@ -31,14 +32,31 @@ def times_of(seconds: float, n_rows: int) -> PassTimes:
     return PassTimes(0.0, 0.0, seconds, seconds, 0, 0.0, 0.0, seconds, n_rows)
 
 
+class Rising(Steady):
+    """The estimate of a pass rises with each question."""
+
+    factor = 1.0
+
+    def seconds(self, *args: Any) -> np.ndarray:
+        self.factor *= 1.1
+        return self.factor * super().seconds(*args)
+
+    def fixed(self, level_s: float) -> Steady:
+        return Steady()
+
+
 def simulate(
-    drafted: Drafted, n_tokens: int, plain_s: float = 0.9, n_rows: int = 100
+    drafted: Drafted,
+    n_tokens: int,
+    plain_s: float = 0.9,
+    n_rows: int = 100,
+    cost: type[Steady] = Steady,
 ) -> tuple[float, list[bool]]:
     """Generate a text; return its seconds, less those of plain decoding, and the drafted passes.
 
     n_rows  of a drafted pass; by the estimate, 100 rows cost a tenth of a pass
     """
-    pauses = Pauses(Steady())
+    pauses = Pauses(cost())
     sequence = sequence_of(0)
     total, ways = 0.0, []
     while sequence.n_new < n_tokens:
@@ -51,10 +69,11 @@ def simulate(
     return total - plain_s * sequence.n_new, ways
 
 
-@pytest.mark.parametrize("cost", [1.05, 1.3, 2.0])
-def test_wrong_drafts_cost_little(cost):
+@pytest.mark.parametrize("cost", [Steady, Rising])
+@pytest.mark.parametrize("time", [1.05, 1.3, 2.0])
+def test_wrong_drafts_cost_little(time, cost):
     """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes."""
-    lost, _ = simulate(lambda _: (0.9 * cost, 1), 400)
+    lost, _ = simulate(lambda _: (0.9 * time, 1), 400, cost=cost)
     assert lost <= 0.9 * (0.02 * 400 + 2)
 
 

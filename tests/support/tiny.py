@@ -213,6 +213,10 @@ class Steady:
         """Drafting counts as predicted."""
         return self._pass_s(n_rows) + (draft_s if isinstance(draft_s, np.ndarray) else 0.0)
 
+    def fixed(self, level_s: float) -> "Steady":
+        """Nothing is learned."""
+        return self
+
     def level(self, n_sequences: int) -> float:
         """The same for any number of sequences."""
         return self.level_s
