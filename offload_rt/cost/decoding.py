@@ -7,7 +7,7 @@ import numpy as np
 
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes
-from offload_rt.cost.tree_size import DraftLimits
+from offload_rt.cost.tree_size import TRUST, DraftLimits
 from offload_rt.tree.search import expected_tokens, search
 from offload_rt.tree.topology import Topology
 
@@ -50,7 +50,7 @@ def select_topology(
     limits: DraftLimits,
     context: int,
 ) -> Topology:
-    """Select the fastest tree by acceptance (ranks,); a single node if nothing can be drafted."""
+    """Select the fastest tree by acceptance (ranks,); a single node if none pays, see `TRUST`."""
     if limits.n_nodes == 1:
         return Topology.chain(1)
     table = search(acceptance, limits.n_nodes, limits.n_levels)
@@ -60,8 +60,11 @@ def select_topology(
         choice = cost.best_tree(table.values, limits, context, level_s=level_s)
         topology = table.topology(choice.n_nodes, choice.n_levels)
         if len(topology) == 1:
-            break
-    return topology
+            return topology
+    plain_s = cost.seconds(np.array([1]), context)[0]
+    trusted = 1 + TRUST * (choice.n_tokens - 1)
+    pays = choice.token_s * choice.n_tokens < plain_s * trusted
+    return topology if pays or limits.fixed_size else Topology.chain(1)
 
 
 @dataclass(frozen=True)

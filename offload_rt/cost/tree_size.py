@@ -17,6 +17,9 @@ _BIAS_WEIGHT = 10.0
 _BIAS_MEMORY = 0.97
 # Select the smallest tree within this factor of the best: the estimates are not more precise.
 _NEARLY = 1.01
+# Trees are drafted only if they pay with acceptance probabilities multiplied by this factor: where
+# drafting seems to gain little, its acceptance is overestimated more often than not.
+TRUST = 0.5
 # Prior acceptance by rank: a fair draft, falling with rank as in natural language.
 _FIRST = 0.6
 _SECOND = 0.12

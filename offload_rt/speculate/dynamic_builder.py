@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.cost.tree_size import TRUST
 from offload_rt.executor.cuda_graphs import Reduce
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.pair_stats import Estimates
@@ -23,9 +24,6 @@ _N_CHILDREN = 32
 # are worth a row. The initial size is below this cost, in plain passes.
 _FIRST_SIZES = (4, 16)
 _FIRST_COST = 1.5
-# Rows are drafted only if they pay with chances multiplied by this factor: where drafting seems to
-# gain little, its chance is overestimated more often than not.
-TRUST = 0.5
 # Maximum nodes whose text candidates are considered before the first round and after each.
 # The draft replaces unlikely candidates.
 _MOST_OPENED = (1024, 32)

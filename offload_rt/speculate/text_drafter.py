@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from offload_rt.cost.tree_size import best_prefixes
+from offload_rt.cost.tree_size import TRUST, best_prefixes
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.dynamic_builder import TRUST, DynamicTreeBuilder, RoundCost
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import NgramMatch, append_ngram
 from offload_rt.speculate.pair_stats import Estimates
 from offload_rt.speculate.protocols import Drafter, DraftParts

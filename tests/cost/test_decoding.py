@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from offload_rt.config import EngineConfig
-from offload_rt.cost.decoding import PairTimes, predict_decoding
+from offload_rt.cost.decoding import PairTimes, predict_decoding, select_topology
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
+from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.models.families import parse_architecture
@@ -23,6 +24,17 @@ def estimator(
     target: ComputeTimes, moved: PassBytes, links: tuple[tuple[str, float], ...] = ()
 ) -> CostEstimator:
     return CostEstimator(MachineProfile(links, 1.0, 0.01, target), moved)
+
+
+@pytest.mark.parametrize(("first", "n_nodes"), [(0.3, 1), (0.5, 2), (0.9, 2)])
+def test_trees_that_gain_little_are_not_drafted(first, n_nodes):
+    """A second row costs a fifth of a pass: it pays with half of an acceptance above 0.4."""
+    target = ComputeTimes((1, 2), (0,), ((1.0, 1.2),))
+    cost = CostEstimator(MachineProfile((), 1.0, 0.0, target), PassBytes((), 0))
+    topology = select_topology(cost, PairTimes(target), np.array([first]), DraftLimits(2, 2), 0)
+    assert len(topology) == n_nodes
+    fixed = DraftLimits(2, 2, fixed_size=True)
+    assert len(select_topology(cost, PairTimes(target), np.array([first]), fixed, 0)) == 2
 
 
 def test_draft_time_is_a_draft_pass_per_level():

@@ -24,7 +24,7 @@ from support.tiny import (
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.cost.tree_size import DraftLimits, best_prefix
+from offload_rt.cost.tree_size import TRUST, DraftLimits, best_prefix
 from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
@@ -313,7 +313,7 @@ def test_best_candidate_decides_whether_a_tree_may_pay(rising):
         for least in (cost.least_child, -1.0):
             vars(cost)["least_child"] = least
             builder = DynamicTreeBuilder(GrowingRows(), (24, 6, 1), 0.0, Unchanged(), text, cost)
-            chances = dynamic_builder.TRUST * builder.chances
+            chances = TRUST * builder.chances
             sizes.append(best_prefix(chances, cost.pass_s[: 1 + len(chances)]))
         decisions.add(sizes[0] > 0)
         assert sizes[0] == sizes[1]
