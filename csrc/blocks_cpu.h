@@ -223,6 +223,7 @@ inline void scale_bytes(Bytes codes, float factor, float* out) {
   for (int i = 0; i < 16; i += kLanes) store(out + i, Unsigned()(bytes + i) * factor);
 }
 
+typedef uint32_t Quad __attribute__((vector_size(16)));
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 inline void store8(float* to, Floats numbers) { memcpy(to, &numbers, sizeof(numbers)); }
@@ -237,7 +238,6 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
   switch (kind) {
     case kQ4_K: case kQ5_K: {
       // Two float16, then the scales and the minima of four groups, then four bits of the other scales and minima.
-      typedef uint32_t Quad __attribute__((vector_size(16)));
       const Quad words = (Quad)load_bytes(b), ends = __builtin_shuffle(words, Quad{1, 3, 2, 3}) >> Quad{0, 0, 0, 4};
       const Quad tops = __builtin_shuffle(words, Quad{1, 1, 2, 2}) >> 2 & Quad{0, 0x30303030, 0, 0x30303030};
       Floats numbers[2];
@@ -253,11 +253,11 @@ inline void block_scales(const uint8_t* b, float* scales, float* minima) {
       return;
     }
     case kQ3_K: {
-      const uint32_t a = word_at(b + 96, 0), c = word_at(b + 96, 1), high = word_at(b + 96, 2);
-      const auto join = [](uint32_t low, uint32_t pairs) { return (low & 0x0f0f0f0f) | (pairs & 0x03030303) << 4; };
-      const uint32_t words[4] = {join(a, high), join(c, high >> 2), join(a >> 4, high >> 4), join(c >> 4, high >> 6)};
+      const uint32_t a = word_at(b + 96, 0), c = word_at(b + 96, 1);
+      const Quad low = Quad{a, c, a, c} >> Quad{0, 0, 4, 4} & 0x0f0f0f0f;
+      const Quad high = (word_at(b + 96, 2) - Quad{}) >> Quad{0, 2, 4, 6} & 0x03030303;
       uint8_t codes[16];
-      store_bytes(codes, load_bytes(reinterpret_cast<const uint8_t*>(words)) - 32);
+      store_bytes(codes, (Bytes)(low | high << 4) - 32);
       for (int i = 0; i < 16; i += kLanes) store(scales + i, Signed()(codes + i) * half_at(b + 108));
       return;
     }
