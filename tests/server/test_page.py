@@ -74,7 +74,10 @@ def emulate(driver: Chrome, scheme: str = "", width: int = 0) -> None:
 
 
 def wait(driver: Chrome, holds: Any) -> Any:
-    return WebDriverWait(driver, 60, poll_frequency=0.02).until(lambda _: holds())
+    # The page may replace an element between its search and its use.
+    ignored = (StaleElementReferenceException,)
+    patience = WebDriverWait(driver, 60, poll_frequency=0.02, ignored_exceptions=ignored)
+    return patience.until(lambda _: holds())
 
 
 def say(driver: Chrome, text: str) -> None:
@@ -167,12 +170,11 @@ def picture(driver: Chrome, name: str) -> None:
 def click(driver: Chrome, selector: str) -> None:
     """Click an element. The page may replace elements between finding and clicking."""
 
-    def is_clicked(driver: Chrome) -> bool:
+    def is_clicked() -> bool:
         driver.find_element(By.CSS_SELECTOR, selector).click()
         return True
 
-    patience = WebDriverWait(driver, 60, ignored_exceptions=(StaleElementReferenceException,))
-    patience.until(is_clicked)
+    wait(driver, is_clicked)
 
 
 def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
