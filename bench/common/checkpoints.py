@@ -100,8 +100,5 @@ def drop_from_page_cache(checkpoint: Path) -> None:
 @contextmanager
 def no_pair_stats() -> Iterator[None]:
     """Use an empty cache folder, without statistics of earlier runs."""
-    with (
-        tempfile.TemporaryDirectory() as empty,
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": empty}),
-    ):
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, XDG_CACHE_HOME=empty):
         yield

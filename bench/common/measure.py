@@ -142,10 +142,9 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
     try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:  # git is not installed
         return ""
     return done.stdout.strip()

@@ -4,6 +4,7 @@ import argparse
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,14 @@ from offload_rt.weights.layout import Layout
 # Queued parts of a link: the current and the next. A link with a single part idles until a thread
 # wakes.
 N_QUEUED = 2
+
+
+def sweep(streamer: Streamer, n: int = 1) -> None:
+    """Stream all layers n times."""
+    for _ in range(n):
+        with closing(streamer.sweep()) as views:
+            for _ in views:
+                pass
 
 
 class PacedLink:

@@ -41,9 +41,7 @@ def run_json(
     """
     started = time.perf_counter()
     peak = 0
-    join = (
-        ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(cgroup / "cgroup.procs")] if cgroup else []
-    )
+    join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{cgroup}/cgroup.procs"] if cgroup else []
     # Files instead of pipes, because a full pipe blocks the process.
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         command = [*join, sys.executable, *arguments]
@@ -54,14 +52,11 @@ def run_json(
                     raise RuntimeError(f"took longer than {timeout_s:.0f} s")
                 time.sleep(0.005)
         printed, complaints = (lines_of(file) for file in (out, errors))
-    if process.returncode:
+    if code := process.returncode:
         reason = complaints[-1] if complaints else "nothing on stderr"
-        raise RuntimeError(
-            f"{' '.join(arguments[:3])} failed with exit code {process.returncode}: {reason}"
-        )
-    return ProcessRun(
-        json.loads(printed[-1]) if printed else {}, time.perf_counter() - started, peak
-    )
+        raise RuntimeError(f"{' '.join(arguments[:3])} failed with exit code {code}: {reason}")
+    result = json.loads(printed[-1]) if printed else {}
+    return ProcessRun(result, time.perf_counter() - started, peak)
 
 
 class Worker:

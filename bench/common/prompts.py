@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 from bench.common.measure import ROOT
 from offload_rt.text.detokenize import encode_chat
 
-_HELD_OUT = ROOT / "models" / "held_out.txt"
 _LONG_TEXT = ROOT / "LICENSE"
 # Kinds of Spec-Bench: explanation, code, translation, summary, arithmetic, facts, writing.
 QUESTIONS = (
@@ -51,18 +50,19 @@ def chat_prompts(
     ]
 
 
+def held_out_modules() -> list[str]:
+    """Return the texts of modules of the standard library that no demonstration model knows."""
+    names = (ROOT / "models/held_out.txt").read_text(encoding="utf-8").split()
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return [(folder / name).read_text(encoding="utf-8") for name in names]
+
+
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase, n: int, n_tokens: int = 64
 ) -> list[list[int]]:
     """Return n prompts of `n_tokens` tokens from evenly spaced definitions in held-out modules."""
-    starts = [
-        (text, match.start())
-        for text in (
-            (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8")
-            for name in _HELD_OUT.read_text(encoding="utf-8").split()
-        )
-        for match in _DEFINITION.finditer(text)
-    ]
+    modules = held_out_modules()
+    starts = [(text, match.start()) for text in modules for match in _DEFINITION.finditer(text)]
     prompts = []
     for i in range(n):
         text, start = starts[(2 * i + 1) * len(starts) // (2 * n)]

@@ -27,9 +27,8 @@ _GROUPS = {False: "one token a pass", True: "with a draft model"}
 
 def caption(told: Mapping[str, Any]) -> str:
     """The two lines above the picture. told: the JSON object of the comparison."""
-    sizes = (
-        f"{format_size(told['model_bytes'])} of weights, budget {format_size(told['budget_bytes'])}"
-    )
+    weights, budget = (format_size(told[name]) for name in ("model_bytes", "budget_bytes"))
+    sizes = f"{weights} of weights, budget {budget}"
     disk = f"disk up to {max(told['gbps']['disk']):.2f} GB/s"
     return f"{told['model']}: {sizes} where weights are offloaded\n{disk}; {told['machine']}"
 
@@ -56,12 +55,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         _draw_group(axes, _GROUPS[drafts], group)
     _scale(axes, shown)
     _legend(figure, axes, shown)
-    figure.suptitle(
-        "Seconds per token: the same model, prompts and tokens",
-        x=0.01,
-        ha="left",
-        fontweight="bold",
-    )
+    question = "Seconds per token: the same model, prompts and tokens"
+    figure.suptitle(question, x=0.01, ha="left", fontweight="bold")
     all_axes[0, 0].set_title(title, loc="left", fontsize=8.5, color="#555555", pad=14)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -86,24 +81,19 @@ def _draw_row(axes: Any, i: int, row: Row) -> None:
     axes.plot([seconds.median], [i], "o", ms=9, color=colour)
     axes.plot([row.floor_s], [i], "|", ms=15, mew=2, color="black")
     per_pass = f", {row.tokens_per_pass:.1f} tokens a pass" if row.tokens_per_pass > 1 else ""
-    figures = (
-        f"{seconds.median:.3f} s{per_pass}, {(row.peak_bytes + row.device_bytes) / 2**30:.1f} GiB"
-    )
+    memory = (row.peak_bytes + row.device_bytes) / 2**30
+    figures = f"{seconds.median:.3f} s{per_pass}, {memory:.1f} GiB"
     axes.text(max(seconds.largest, row.floor_s) * 1.12, i, figures, va="center", fontsize=9)
 
 
 def _scale(axes: Any, shown: Sequence[Row]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    least = min(
-        min(row.floor_s or row.seconds_per_token.least, row.seconds_per_token.least)
-        for row in shown
-    )
+    floors = [row.floor_s for row in shown if row.floor_s]
+    least = min([*floors, *(row.seconds_per_token.least for row in shown)])
     largest = max(row.seconds_per_token.largest for row in shown)
     axes.set(xscale="log", xlim=(least / 1.6, largest * 4))
-    axes.set_xlabel(
-        "seconds per token, log scale: median, least and largest; GiB: peak of the process"
-    )
+    axes.set_xlabel("seconds per token, log scale: median, least, largest; GiB: peak of a process")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -115,16 +105,8 @@ def _legend(figure: Any, axes: Any, shown: Sequence[Row]) -> None:
         axes.plot([], [], "o", ms=9, color=_COLOURS[kind], label=_MEANINGS[kind])[0]
         for kind in kinds
     ]
-    floor = axes.plot(
-        [],
-        [],
-        "|",
-        ms=14,
-        mew=2,
-        color="black",
-        ls="",
-        label="floor: moving the bytes, nothing else",
-    )
+    mark = {"ms": 14, "mew": 2, "color": "black", "ls": ""}
+    floor = axes.plot([], [], "|", label="floor: moving the bytes, nothing else", **mark)
     figure.legend(
         handles=[*handles, *floor], loc="outside lower center", ncols=2, frameon=False, fontsize=9
     )
@@ -138,9 +120,7 @@ def main() -> None:
     """Print and draw the last record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture", type=Path, help="PNG to write")
-    parser.add_argument(
-        "--results", type=Path, default=_RESULTS, help="lines of JSON; the last one is drawn"
-    )
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="draws the last line")
     flags = parser.parse_args()
     told = json.loads(flags.results.read_text(encoding="utf-8").splitlines()[-1])
     rows = [Row.of(entry) for entry in told["rows"]]

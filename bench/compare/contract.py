@@ -41,12 +41,7 @@ class Job:
 
     def text(self) -> str:
         """As JSON, for another process."""
-        return json.dumps(
-            {
-                name: str(value) if isinstance(value, Path) else value
-                for name, value in vars(self).items()
-            }
-        )
+        return json.dumps(vars(self), default=str)
 
     @classmethod
     def of(cls, text: str) -> "Job":

@@ -16,6 +16,7 @@ exact products instead: changes of the log-probability of each token of the prom
 """
 
 import os
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -68,9 +69,8 @@ def measure(
 ) -> list[list[Run]]:  # fmt: skip
     """Run llama.cpp and the peer `ours` on a file, a prompt per round."""
     max_len = max(map(len, prompts)) + n_tokens
-    job = Job(
-        path, path, path, parse_size("6GB"), 0, max_len, scratch, gguf=path, activations=activations
-    )
+    room = parse_size("6GB"), 0, max_len
+    job = Job(path, path, path, *room, scratch, gguf=path, activations=activations)
     runs: dict[str, list[Run]] = {"llama_cpp": [], ours: []}
     for i, prompt in enumerate(prompts):
         for name in list(runs)[:: -1 if i % 2 else 1]:
@@ -132,9 +132,8 @@ def main() -> None:
         ours = "offload_rt_automatic"
         asked = questions_of(flags.questions, flags.rounds, flags.skip).values()
         turns = [{"role": "user", "content": text} for texts in asked for text in texts]
-        prompts = [
-            encode_chat(tokenizer, [turn], {"add_generation_prompt": True}) for turn in turns
-        ]
+        options = {"add_generation_prompt": True}
+        prompts = [encode_chat(tokenizer, [turn], options) for turn in turns]
     if flags.nats:
         print("\n| type | mean change in nats | mean size | largest |\n|---|---|---|---|")
         for type in (type for type in flags.types if type != "BF16"):
@@ -159,9 +158,7 @@ def main() -> None:
 
 def _cell(name: str, spread: Spread) -> str:
     digits = 2 if name.endswith("ratio") else 0
-    least, middle, largest = (
-        f"{value:.{digits}f}" for value in (spread.least, spread.median, spread.largest)
-    )
+    least, middle, largest = (f"{value:.{digits}f}" for value in astuple(spread))
     return f"{middle} ({least} to {largest})"
 
 

@@ -23,10 +23,8 @@ def main() -> None:
     folder = flags.model.parent if of_file else flags.model
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **of_file)
     with torch.inference_mode():
-        logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[
-            0, len(flags.prompt) - 1 : -1
-        ]
-    best = logits.topk(2).values
+        logits = model(torch.tensor([flags.prompt + flags.tokens])).logits[0]
+    best = logits[len(flags.prompt) - 1 : -1].topk(2).values
     print(json.dumps({"margins": (best[:, 0] - best[:, 1]).tolist()}))
 
 

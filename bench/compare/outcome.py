@@ -64,13 +64,15 @@ def run_peer(
     """Run one peer in a new process, in a control group if given. Raises RuntimeError with its last
     words if it fails.
     """
-    asked = {"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens}
-    flags = [part for flag, value in asked.items() for part in (f"--{flag}", json.dumps(value))]
-    done = run_json(
-        ["-m", "bench.compare.peers", name, "--job", job.text(), *flags], timeout_s, cgroup
-    )
+    flags = _flags({"prompts": prompts, "warm-up": warm_up, "tokens": n_tokens})
+    command = ["-m", "bench.compare.peers", name, "--job", job.text(), *flags]
+    done = run_json(command, timeout_s, cgroup)
     report = Report.of(done.result)
     return Run(report, max(done.peak_rss, report.child_bytes))
+
+
+def _flags(values: Mapping[str, object]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", json.dumps(value))]
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,10 @@ class Parting:
     margin: float | None = None
 
     def __str__(self) -> str:
-        close = (
-            f" ({self.margin:.3f} between the best two logits)" if self.margin is not None else ""
-        )
-        return f"token {self.token + 1} of prompt {self.prompt + 1}{close}"
+        place = f"token {self.token + 1} of prompt {self.prompt + 1}"
+        if self.margin is None:
+            return place
+        return f"{place} ({self.margin:.3f} between the best two logits)"
 
 
 @dataclass(frozen=True)
@@ -129,17 +131,14 @@ class Row:
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Row":
         """Convert the output of `entry`."""
-        spreads = {
+        spreads: dict[str, Any] = {
             name: Spread(**entry[name])
             for name in ("seconds_per_token", "first_token_s")
             if name in entry
         }
-        parted = (
-            {"parted": tuple(Parting(**fields) for fields in entry["parted"])}
-            if "parted" in entry
-            else {}
-        )
-        return cls(**entry | spreads | parted)
+        if "parted" in entry:
+            spreads["parted"] = tuple(Parting(**fields) for fields in entry["parted"])
+        return cls(**entry | spreads)
 
 
 def rows(
@@ -157,11 +156,9 @@ def rows(
     """
     expected = [run.token_ids for run in runs.get(reference, ())]
     compared = [
-        (
-            Row(name, contract.find(name).title, reason=reasons[name])
-            if name in reasons
-            else _row(name, runs[name], gbps, expected)
-        )
+        Row(name, contract.find(name).title, reason=reasons[name])
+        if name in reasons
+        else _row(name, runs[name], gbps, expected)
         for name in peers
     ]
     return sorted(compared, key=lambda row: (row.reason is not None, row.drafts, _median(row)))
@@ -209,52 +206,32 @@ def with_margins(
 
     answers  tokens of the reference
     """
-    parted = {point.prompt for row in rows for point in row.parted or ()}
-    asked = {i: {"prompt": prompts[i], "tokens": answers[i]} for i in parted}
-    margins = {
-        i: (
-            run_json(
-                ["-m", "bench.compare.margins", "--model", str(model)]
-                + [part for flag, ids in both.items() for part in (f"--{flag}", json.dumps(ids))]
-            ).result["margins"]
-        )
-        for i, both in asked.items()
-    }
-    return [
-        (
-            replace(
-                row,
-                parted=tuple(
-                    replace(point, margin=_at(margins[point.prompt], point.token))
-                    for point in row.parted
-                ),
-            )
-            if row.parted
-            else row
-        )
-        for row in rows
-    ]
+    command = ["-m", "bench.compare.margins", "--model", str(model)]
+    margins: dict[int, list[float]] = {}
+    for i in {point.prompt for row in rows for point in row.parted or ()}:
+        flags = _flags({"prompt": prompts[i], "tokens": answers[i]})
+        margins[i] = run_json([*command, *flags]).result["margins"]
 
+    def measured(point: Parting) -> Parting:
+        at_each = margins[point.prompt]
+        is_known = point.token < len(at_each)
+        return replace(point, margin=at_each[point.token] if is_known else None)
 
-def _at(margins: Sequence[float], i: int) -> float | None:
-    return margins[i] if i < len(margins) else None
+    return [replace(row, parted=row.parted and tuple(map(measured, row.parted))) for row in rows]
 
 
 def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Return the first index at which two answers differ; None for equal answers."""
     if list(a) == list(b):
         return None
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-        min(len(a), len(b)),
-    )
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-HEADS = ("system", "weights "
-                   "from", "s/token", "floor", "x "
-                                               "floor", "first token "
-                                                        "s", "tokens/pass", "peak memory",
-         "read/token", "same tokens")  # fmt: skip
+HEADS = (
+    "system", "weights from", "s/token", "floor", "x floor", "first token s", "tokens/pass",
+    "peak memory", "read/token", "same tokens",
+)  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -262,22 +239,15 @@ def table(rows: Sequence[Row]) -> str:
     cells = [HEADS, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEADS))]
     widths[1] = max(len(line[1]) for line in cells if len(line) == len(HEADS))
-    lines = [
-        "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False))
-        + " |"
-        for line in cells
-    ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    padded = [map(str.ljust, line, widths) for line in cells]
+    head, *lines = (f"| {' | '.join(line)} |" for line in padded)
+    return "\n".join([head, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.reason is not None:
         return (row.title, f"did not run: {row.reason}")
     seconds = row.seconds_per_token
-    per_pass = f"{row.tokens_per_pass:.2f}"
     return (
         row.title,
         _SOURCES[row.source],
@@ -285,7 +255,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.floor_s:.3f}",
         f"{seconds.median / row.floor_s:.2f}" if row.floor_s else "-",
         f"{row.first_token_s.median:.2f}",
-        per_pass,
+        f"{row.tokens_per_pass:.2f}",
         format_size(row.peak_bytes + row.device_bytes),
         format_size(row.read_bytes),
         f"parts at {', '.join(map(str, row.parted))}" if row.parted else "yes",

@@ -35,9 +35,8 @@ def quantized_file(source: Path, type: str, folder: Path) -> Path:
         library = ctypes.CDLL(str(next(binaries.glob("libllama.v*.so"))))
         library.llama_model_quantize_default_params.restype = _Params
         params = library.llama_model_quantize_default_params()
-        silence = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
-            lambda *_: None
-        )
+        log_type = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+        silence = log_type(lambda *_: None)
         library.llama_log_set(silence, None)
         params.ftype = TYPES[type]
         params.allow_requantize = True

@@ -52,9 +52,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     chain = ops.make_tree_mask(np.arange(-1, q.shape[2] - 1), 0, 0)
     rows = q[0].transpose(0, 1).contiguous()
-    return ops.tree_attention(rows, k[0].contiguous(), v[0].contiguous(), chain, scaling)[
-        None
-    ], None
+    out = ops.tree_attention(rows, k[0].contiguous(), v[0].contiguous(), chain, scaling)
+    return out[None], None
 
 
 REPLACEMENTS = {
@@ -119,13 +118,11 @@ def main() -> None:
         params = SamplingParams(max_tokens=flags.tokens, temperature=0)
         texts = [output.token_ids for output in llm.generate(prompts, params)]
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
-    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.bfloat16).eval()
-    theirs = logits_of(model, prompts, texts)
-    exact = logits_of(
-        AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval(),
-        prompts,
-        texts,
+    model, wide = (
+        AutoModelForCausalLM.from_pretrained(flags.model, dtype=dtype).eval()
+        for dtype in (torch.bfloat16, torch.float32)
     )
+    theirs, exact = (logits_of(each, prompts, texts) for each in (model, wide))
     every = (*REPLACEMENTS, ATTENTION)
     results = {}
     for names in ((), ("eager",), *((name,) for name in every), every):

@@ -81,9 +81,7 @@ def shares(llm: LLM, topology: Topology, context: int) -> dict[str, float]:
         started = time.perf_counter()
         llm.time_passes(topology, context, _N_PASSES)
         whole = time.perf_counter() - started
-    timed.seconds[_ELSE] = whole - sum(
-        part for kind, part in timed.seconds.items() if kind != _ELSE
-    )
+    timed.seconds[_ELSE] += whole - sum(timed.seconds.values())
     return {kind: part / whole for kind, part in timed.seconds.items()}
 
 
@@ -97,13 +95,6 @@ def by_products(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) 
     weights = scores.float().masked_fill_(~visible, float("-inf")).softmax(-1).to(q.dtype)
     out = torch.bmm(weights.view(n_groups, -1, k.shape[1]), v)
     return out.view(n_groups, -1, n, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
-
-
-def interleaved_ms(ways: dict[str, Callable[[], Tensor]]) -> dict[str, Spread]:
-    """Measure the milliseconds of each implementation."""
-    works = {name: partial(timed, attend) for name, attend in ways.items()}
-    seconds = interleaved(works, _N_ROUNDS)
-    return {name: Spread.of([1e3 * time for time in times]) for name, times in seconds.items()}
 
 
 def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[str, Spread]:
@@ -124,7 +115,10 @@ def attention_ms(heads: tuple[int, int, int], n_rows: int, n_keys: int) -> dict[
     ways = {"torch": partial(reference.tree_attention, q, k, v, visible, scale)}
     if visible is not None:
         ways["products"] = partial(by_products, q, k, v, visible, scale)
-    return interleaved_ms(ways | {"as used": partial(ops.tree_attention, q, k, v, mask, scale)})
+    ways["as used"] = partial(ops.tree_attention, q, k, v, mask, scale)
+    works = {name: partial(timed, attend) for name, attend in ways.items()}
+    seconds = interleaved(works, _N_ROUNDS)
+    return {name: Spread.of([1e3 * time for time in times]) for name, times in seconds.items()}
 
 
 def shares_of_pass(flags: argparse.Namespace) -> dict[str, float]:
@@ -178,11 +172,8 @@ def main() -> None:
     flags = bench.parse()
     # Libraries read the variables while they are loaded.
     if flags.avx2 and not os.environ.keys() >= AVX2_ENVIRONMENT.keys():
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "bench.compute", *sys.argv[1:]],
-            os.environ | AVX2_ENVIRONMENT,
-        )
+        command = [sys.executable, "-m", "bench.compute", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | AVX2_ENVIRONMENT)
     bench.print_header()
     results: dict[str, object] = {}
     if "products" in flags.parts:

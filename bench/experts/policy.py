@@ -11,10 +11,8 @@ each request, except for the block that follows the previous request.
 """
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -23,11 +21,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.common.measure import Benchmark, Spread
+from bench.common.measure import Benchmark
 from bench.common.prompts import held_out_prompts
-from bench.experts.mixtures import open_paced
-from offload_rt import SamplingParams
-from offload_rt.config import parse_size
 from offload_rt.cost.pass_times import TouchedExperts
 from offload_rt.models.layers import Mixture
 from offload_rt.offload import expert_cache
@@ -303,32 +298,6 @@ def belady(passes: list[tuple[np.ndarray, np.ndarray]], n_experts: int, share: f
     return n_fetched / n_needed
 
 
-def paced(folder: Path, memory: int, gbps: float) -> dict[float, Spread]:
-    """Run the model behind a paced link; return time / time without prefetching, by share."""
-    prompts = held_out_prompts(AutoTokenizer.from_pretrained(folder), 8, 24)
-    ratios: dict[float, list[float]] = {0.0: [], 0.25: [], 8.0: []}
-    with ExitStack() as stack:
-        llms = {
-            ahead: stack.enter_context(open_paced(folder, "touched experts", memory, gbps))
-            for ahead in ratios
-        }
-        print(f"{llms[0.0].plan.n_expert_slots} slots")
-        for prompt in prompts:
-            seconds: dict[float, float] = {}
-            texts = []
-            for ahead, llm in llms.items():
-                with patch.object(expert_cache, "_AHEAD", ahead):
-                    llm.generate(prompt, SamplingParams(max_new_tokens=8, temperature=0.0))
-                    started = time.perf_counter()
-                    params = SamplingParams(max_new_tokens=32, temperature=0.0)
-                    texts.append(llm.generate(prompt, params)[0].token_ids)
-                seconds[ahead] = time.perf_counter() - started
-            assert texts == [texts[0]] * 3, "prefetching changes no token"
-            for ahead, value in seconds.items():
-                ratios[ahead].append(value / seconds[0.0])
-    return {ahead: Spread.of(values) for ahead, values in ratios.items()}
-
-
 def main() -> None:
     """Print a table for each number of slots and rows."""
     bench = Benchmark("expert_policy", __doc__)
@@ -339,33 +308,28 @@ def main() -> None:
     bench.add("--computing", type=float, default=0.1, help="see `replay`")
     bench.add("--latency", type=float, nargs="+", default=[0.0], help="of requests, in transfers")
     bench.add("--card", action="store_true", help="transfers keep their order, as on a GPU")
-    bench.add("--gbps", type=float, default=0.0, help="also run the model behind such a link")
-    bench.add("--memory", type=parse_size, default=parse_size("18MB"), help="budget of that run")
     flags = bench.start()
     choices = (
         Choices.of_model(flags.model, 12, 512) if flags.model else Choices.uniform(6144, 6, 32, 4)
     )
-    results: dict[str, object] = {"choices": choices.describe()}
-    if flags.gbps:
-        for ahead, ratio in paced(flags.model, flags.memory, flags.gbps).items():
-            print(f"behind a link of {flags.gbps} GB/s, ahead {ahead}: {ratio}")
-            results[f"paced {ahead}"] = ratio
-    print(", ".join(f"{key}: {value:.3f}" for key, value in choices.describe().items()))
-    for share in flags.shares:
-        for n_rows in flags.rows:
-            passes = list(choices.passes(n_rows))[-flags.passes :]
-            floor = belady(passes, choices.n_experts, share)
-            print(f"\nslots for {share:.0%}, {n_rows} rows; Belady fetches {floor:.3f}")
-            results[f"{share} {n_rows} floor"] = floor
-            for latency, policy in itertools.product(flags.latency, POLICIES):
-                link = Link(latency, flags.card)
-                n_experts = choices.n_experts
-                outcome = replay(passes, n_experts, policy, share, flags.computing, link)
-                figures = ", ".join(f"{key} {value:.3f}" for key, value in asdict(outcome).items())
-                print(f"latency {latency}", policy, figures, flush=True)
-                key = f"{share} {n_rows} {policy.memory} {policy.ahead} latency {latency}"
-                results[key] = outcome
+    figures = choices.describe()
+    results: dict[str, object] = {"choices": figures}
+    print(_listed(figures))
+    for share, n_rows in itertools.product(flags.shares, flags.rows):
+        passes = list(choices.passes(n_rows))[-flags.passes :]
+        floor = belady(passes, choices.n_experts, share)
+        print(f"\nslots for {share:.0%}, {n_rows} rows; Belady fetches {floor:.3f}")
+        results[f"{share} {n_rows} floor"] = floor
+        for latency, policy in itertools.product(flags.latency, POLICIES):
+            link = Link(latency, flags.card)
+            outcome = replay(passes, choices.n_experts, policy, share, flags.computing, link)
+            print(f"latency {latency}", policy, _listed(asdict(outcome)), flush=True)
+            results[f"{share} {n_rows} {policy.memory} {policy.ahead} latency {latency}"] = outcome
     bench.finish(**results)
+
+
+def _listed(figures: dict[str, float]) -> str:
+    return ", ".join(f"{name}: {value:.3f}" for name, value in figures.items())
 
 
 if __name__ == "__main__":

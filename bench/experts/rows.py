@@ -45,46 +45,25 @@ class Run:
     nodes: float
     token_ids: tuple[int, ...]
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return len(self.token_ids) / self.seconds
-
-    @property
-    def over_floor(self) -> float:
-        """Duration relative to the floor."""
-        return self.seconds / max(self.link_s, self.compute_s)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Measurements of a tree size."""
-
-    tokens_per_second: Spread
-    tokens_per_pass: Spread
-    nodes: Spread
-    link_share: Spread
-    over_floor: Spread
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> "Size":
-        """Summarize runs."""
-        return cls(
-            Spread.of([run.rate for run in runs]),
-            Spread.of([run.tokens_per_pass for run in runs]),
-            Spread.of([run.nodes for run in runs]),
-            Spread.of([run.link_s / run.seconds for run in runs]),
-            Spread.of([run.over_floor for run in runs]),
-        )
+    def figures(self) -> dict[str, float]:
+        """Return what is summarized per tree size; `over_floor` is the duration / the floor."""
+        return {
+            "tokens_per_second": len(self.token_ids) / self.seconds,
+            "tokens_per_pass": self.tokens_per_pass,
+            "nodes": self.nodes,
+            "link_share": self.link_s / self.seconds,
+            "over_floor": self.seconds / max(self.link_s, self.compute_s),
+        }
 
 
 def open_size(folder: Path, n_rows: int, memory: int, gbps: float) -> LLM:
     """Open the mixture with trees of `n_rows` nodes, or `PLAIN`; resident without a rate."""
-    settings = {"device": "cpu", "max_model_len": 256}
-    settings |= {"device_memory": memory} if gbps else {}
-    plain = {"drafter": "none"}
-    drafts = plain if n_rows == PLAIN else {"draft_model": DRAFT, "tree_size": n_rows or None}
-    llm = open_paced(EngineConfig(str(folder), **settings, **drafts), gbps)
+    settings = {"device": "cpu", "max_model_len": 256, "device_memory": memory if gbps else None}
+    if n_rows == PLAIN:
+        settings["drafter"] = "none"
+    else:
+        settings |= {"draft_model": DRAFT, "tree_size": n_rows or None}
+    llm = open_paced(EngineConfig(str(folder), **settings), gbps)
     assert not gbps or llm.spec.files.experts, "the plan loads experts on demand"
     return llm
 
@@ -116,13 +95,11 @@ def measure(flags: argparse.Namespace, gbps: float) -> dict[str, object]:
             for size in sizes
         }
         plan = llms[AUTOMATIC].plan
-        kept = ""
+        title = "resident"
         if gbps:
-            n_plain = llms[PLAIN].plan.n_expert_slots
-            kept = (
-                f"{plan.n_expert_slots} of {plan.experts.n_blocks} experts cached, plain {n_plain}"
-            )
-        print(f"\n## {f'link of {gbps} GB/s, {kept}' if gbps else 'resident'}", flush=True)
+            kept = f"{plan.n_expert_slots} of {plan.experts.n_blocks} experts cached"
+            title = f"link of {gbps} GB/s, {kept}, plain {llms[PLAIN].plan.n_expert_slots}"
+        print(f"\n## {title}", flush=True)
         for i, prompt in enumerate(prompts):
             order = sizes[i % len(sizes) :] + sizes[: i % len(sizes)]
             texts = set()
@@ -138,20 +115,23 @@ def measure(flags: argparse.Namespace, gbps: float) -> dict[str, object]:
 def summary(runs: Mapping[int, Sequence[Run]]) -> dict[str, object]:
     """Print a line per size; compare the automatic size with the best fixed size, by prompt."""
     results: dict[str, object] = {}
+    rates: dict[int, list[float]] = {}
     for size, measured in runs.items():
-        result = Size.of(measured)
+        figures = [run.figures() for run in measured]
+        spreads = {name: Spread.of([each[name] for each in figures]) for name in figures[0]}
         name = {AUTOMATIC: "automatic", PLAIN: "no draft"}.get(size, f"{size} rows")
+        rates[size] = [each["tokens_per_second"] for each in figures]
+        per_pass, nodes, link_share = list(spreads.values())[1:4]
         print(
-            f"{name:10} {result.tokens_per_second} tokens/s, {result.tokens_per_pass.median:.2f} a"
-            f" pass, {result.nodes.median:.1f} rows, link {result.link_share.median:.0%}, time /"
-            f" floor {result.over_floor}",
+            f"{name:10} {spreads['tokens_per_second']} tokens/s, {per_pass.median:.2f} a pass,"
+            f" {nodes.median:.1f} rows, link {link_share.median:.0%}, time / floor"
+            f" {spreads['over_floor']}",
             flush=True,
         )
-        results[name] = result
+        results[name] = spreads
     totals = {size: sum(run.seconds for run in measured) for size, measured in runs.items()}
     best = min(totals.keys() - {AUTOMATIC, PLAIN}, key=totals.__getitem__)
-    pairs = [run.rate for run in runs[AUTOMATIC]], [run.rate for run in runs[best]]
-    ratio = Spread.of_ratios(*pairs)
+    ratio = Spread.of_ratios(rates[AUTOMATIC], rates[best])
     overall = totals[best] / totals[AUTOMATIC]
     plain = totals[PLAIN] / totals[AUTOMATIC]
     print(f"automatic / {best} rows: {overall:.3f} in all, by prompt {ratio}; / plain: {plain:.3f}")

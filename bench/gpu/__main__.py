@@ -35,25 +35,12 @@ _KILLED = {"failed": "it was killed"}
 def main() -> int:
     """Run the sections without results while there is time."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=9,
-        help="no section but the first begins that would not end in this time",
-    )
+    parser.add_argument("--minutes", type=float, default=9, help="end of the last section")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument(
-        "--again", action="store_true", help="also what was measured on this commit already"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="folder the results are written to"
-    )
+    parser.add_argument("--again", action="store_true", help="also what this commit has measured")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--here", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="only write the table of docs/measurements.md from the results there are",
-    )
+    parser.add_argument("--table", action="store_true", help="only write docs/measurements.md")
     flags = parser.parse_args()
     if flags.table:
         readme = ROOT / "docs" / "measurements.md"

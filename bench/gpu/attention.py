@@ -6,6 +6,7 @@ measure launches otherwise.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +63,8 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
 
 
 def _ceilings(shapes: Shapes) -> dict[str, Callable[[], object]]:
-    a, b = (
-        torch.randn(shapes.product_width, shapes.product_width, dtype=torch.bfloat16, device=CARD)
-        for _ in range(2)
-    )
+    width = shapes.product_width
+    a, b = (torch.randn(width, width, dtype=torch.bfloat16, device=CARD) for _ in range(2))
     source, target = (torch.randn(shapes.nbytes_copied // 4, device=CARD) for _ in range(2))
     return {_PRODUCT: lambda: torch.mm(a, b), _COPY: lambda: torch.neg(source, out=target)}
 
@@ -74,9 +73,8 @@ def _floor(tree: Topology, shapes: Shapes, medians: dict[str, float]) -> dict[st
     """Seconds of the products of rows with the keys they see, and of reading and writing everything
     once; the larger counts.
     """
-    n_pairs = len(tree) * shapes.prefix + sum(
-        len(tree.path_to(node)) + 1 for node in range(len(tree))
-    )
+    n_above = sum(len(tree.path_to(node)) + 1 for node in range(len(tree)))
+    n_pairs = len(tree) * shapes.prefix + n_above
     flops = 4 * shapes.heads * shapes.head_dim * n_pairs
     n_keys = shapes.prefix + len(tree)
     nbytes = 2 * shapes.head_dim * 2 * (shapes.heads * len(tree) + shapes.kv_heads * n_keys)
@@ -107,12 +105,8 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     mask = ops.make_tree_mask(tree.parents, 0, shapes.prefix)
     mask = mask.with_tensors(ops.to_device(mask.tensors, CARD))
     q = torch.randn(n, shapes.heads, shapes.head_dim, dtype=torch.bfloat16, device=CARD)
-    k, v = (
-        torch.randn(
-            shapes.kv_heads, shapes.prefix + n, shapes.head_dim, dtype=torch.bfloat16, device=CARD
-        )
-        for _ in range(2)
-    )
+    cache_shape = shapes.kv_heads, shapes.prefix + n, shapes.head_dim
+    k, v = (torch.randn(cache_shape, dtype=torch.bfloat16, device=CARD) for _ in range(2))
     dense = mask.dense()
     scale = shapes.head_dim**-0.5
     queries = q.transpose(0, 1)[None]
@@ -133,38 +127,24 @@ def _works(tree: Topology, shapes: Shapes) -> dict[str, Callable[[], object]]:
     if dense is not None:
         works["sdpa, dense mask"] = lambda: sdpa(dense)
         # torch's fast kernels take a mask, or groups, not both.
-        works["sdpa, dense mask, groups as rows"] = lambda: reference.tree_attention(
-            q, k, v, dense, scale
-        )
+        grouped = partial(reference.tree_attention, q, k, v, dense, scale)
+        works["sdpa, dense mask, groups as rows"] = grouped
         if shapes.has_flex:
-            works["flex_attention"] = _Flex(queries, k[None], v[None], dense, scale)
+            compiled = cache(partial(_flex, queries, k[None], v[None], dense, scale))
+
+            def flex() -> object:
+                return compiled()()
+
+            works["flex_attention"] = flex
     return works
-
-
-class _Flex:
-    """torch's FlexAttention, compiled at its first call."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> None:
-        self._tensors = (q, k, v)
-        self._dense = dense
-        self._scale = scale
-        self._compiled: Callable[[], object] | None = None
-
-    def __call__(self) -> object:
-        self._compiled = self._compiled or _flex(*self._tensors, self._dense, self._scale)
-        return self._compiled()
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, dense: Tensor, scale: float) -> Callable[[], object]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return dense[row, key]
+
     compiled = torch.compile(flex_attention)
-    blocks = create_block_mask(
-        lambda batch, head, row, key: dense[row, key],
-        None,
-        None,
-        dense.shape[0],
-        dense.shape[1],
-        device=str(CARD),
-    )
+    blocks = create_block_mask(sees, None, None, *dense.shape, device=str(CARD))
     return lambda: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)

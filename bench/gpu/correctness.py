@@ -53,14 +53,8 @@ def measure() -> Iterator[dict[str, object]]:
 def run(command: list[str], **surroundings: str) -> tuple[int, str]:
     """Run a command, copy its output to stderr, and return the exit code, and the last lines."""
     last: deque[str] = deque(maxlen=3)
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | surroundings,
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | surroundings, **pipes) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@ and values on the host.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bench.common.processes import run_python
@@ -10,18 +11,14 @@ from bench.gpu.shapes import TARGET, written
 from bench.gpu.streamed import Shapes, link_gbps, measure_passes
 
 EXPECTED_S = 400
-_N_NODES = (1, 256)
+_PLAIN = Shapes(n_nodes=(1, 256))
+_LOSSLESS = replace(_PLAIN, settings=(("link_format", "lossless"),))
+_HOST_KV = replace(_PLAIN, context=3500, settings=(("kv_memory", "512MiB"),))
 WAYS = {
-    "lossless on the link": (
-        None,
-        Shapes(n_nodes=_N_NODES, settings=(("link_format", "lossless"),)),
-    ),
-    "int4": ("gptq", Shapes(n_nodes=_N_NODES)),
-    "fp8": ("fp8", Shapes(n_nodes=_N_NODES)),
-    "keys and values on the host": (
-        None,
-        Shapes(n_nodes=_N_NODES, context=3500, settings=(("kv_memory", "512MiB"),)),
-    ),
+    "lossless on the link": (None, _LOSSLESS),
+    "int4": ("gptq", _PLAIN),
+    "fp8": ("fp8", _PLAIN),
+    "keys and values on the host": (None, _HOST_KV),
 }
 
 

@@ -42,12 +42,7 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     """
     target = written(TARGET, shapes.target)
     draft = written(DRAFT, shapes.draft)
-    room = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "device_memory": shapes.device_memory,
-        "max_model_len": 512,
-    }
+    room = {"device_memory": shapes.device_memory, "max_model_len": 512}
     prompts = held_out_prompts(AutoTokenizer.from_pretrained(TARGET), shapes.n_prompts + 1)
     with opened(target, shapes.n_layers, (draft, shapes.n_draft_layers), **room) as llm:
         result = {"plan": plan_of(llm), "acceptance": "of the demonstration pair", "generation": []}

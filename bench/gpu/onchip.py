@@ -37,29 +37,23 @@ def measure(shapes: Shapes = Shapes()) -> Iterator[dict[str, object]]:
     results: list[dict[str, object]] = []
     free, _ = torch.cuda.mem_get_info()
     for name, n, nbytes in shapes.targets:
-        fits = nbytes < 0.9 * free
-        left_out = {
-            "shape": name,
-            "left out": f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free",
-        }
-        results.append(_shape(name, n, shapes, prompts, gbps) if fits else left_out)
+        if nbytes < 0.9 * free:
+            results.append(_shape(name, n, shapes, prompts, gbps))
+        else:
+            reason = f"{nbytes / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free"
+            results.append({"shape": name, "left out": reason})
         yield {"device_gbps": gbps, "shapes": results}
 
 
 def _shape(
     name: str, n_layers: int, shapes: Shapes, prompts: list[list[int]], gbps: float
 ) -> dict[str, object]:
-    room = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 512}
     model = written(TARGET, name)
-    with opened(model, n_layers, (DRAFT, 3), **room) as llm:
+    with opened(model, n_layers, (DRAFT, 3), max_model_len=512) as llm:
         floor_s = llm.plan.pass_bytes.computed / gbps / 1e9
         levels = {str(n): llm.time_passes(random_tree(n), 256, 10) for n in shapes.widths}
-        return {
-            "shape": name,
-            "floor_s": floor_s,
-            "levels": levels,
-            **_rates(llm, prompts, shapes.n_new),
-        }
+        rates = _rates(llm, prompts, shapes.n_new)
+    return {"shape": name, "floor_s": floor_s, "levels": levels, **rates}
 
 
 def _rates(llm: LLM, prompts: list[list[int]], n_new: int) -> dict[str, object]:

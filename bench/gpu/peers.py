@@ -30,9 +30,8 @@ def measure() -> Iterator[dict[str, object]]:
     """Seconds per token of each, or why it failed. With Accelerate, all layers share one block of
     the host.
     """
-    torch.cuda.set_per_process_memory_fraction(
-        parse_size(BUDGET) / torch.cuda.mem_get_info(CARD)[1], CARD
-    )
+    total = torch.cuda.mem_get_info(CARD)[1]
+    torch.cuda.set_per_process_memory_fraction(parse_size(BUDGET) / total, CARD)
     results: dict[str, object] = {}
     for name, peer in (("accelerate", _accelerate), ("deepspeed", _deepspeed)):
         try:
@@ -79,9 +78,8 @@ def _accelerate() -> dict[str, object]:
         model, room, no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.bfloat16
     )
     for name, weight in weights.items():
-        place = next(
-            (places[key] for key in places if name == key or name.startswith(f"{key}.")), "cpu"
-        )
+        of_module = (places[key] for key in places if f"{name}.".startswith(f"{key}."))
+        place = next(of_module, "cpu")
         if place == 0 and name in dict(model.named_parameters()):
             set_module_tensor_to_device(model, name, CARD, value=weight)
     model = dispatch_model(model, places, main_device=0, state_dict=weights, offload_buffers=False)

@@ -22,10 +22,8 @@ def requirements() -> list[Requirement]:
     """Read the requirements of the package, and of its tests, from pyproject.toml."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     tests = map(Requirement, project["optional-dependencies"]["dev"])
-    return [
-        *map(Requirement, project["dependencies"]),
-        *(requirement for requirement in tests if requirement.name in _TESTS),
-    ]
+    needed = (requirement for requirement in tests if requirement.name in _TESTS)
+    return [*map(Requirement, project["dependencies"]), *needed]
 
 
 def unmet(required: list[Requirement]) -> list[Requirement]:
@@ -37,9 +35,8 @@ def unmet(required: list[Requirement]) -> list[Requirement]:
         except PackageNotFoundError:
             installed = "missing"
         print(f"{requirement.name} {installed}")
-        if installed == "missing" or not requirement.specifier.contains(
-            installed, prereleases=True
-        ):
+        is_met = installed != "missing" and requirement.specifier.contains(installed, True)
+        if not is_met:
             lacking.append(requirement)
     return lacking
 

@@ -22,7 +22,13 @@ DRAFT = ROOT / "models/demo-draft"
 # A card of 24 GB reports 23.65 GiB. The context of a program uses about half a GiB.
 BUDGET = "22.5GiB"
 _N_OWN = {TARGET: 6, DRAFT: 3}
-_MARGIN = 1 << 30
+
+
+def memory_folder(nbytes: int) -> Path | None:
+    """Return a folder in memory with this much room, if there is one."""
+    memory = Path("/dev/shm")
+    is_large = memory.is_dir() and shutil.disk_usage(memory).free > nbytes
+    return memory if is_large else None
 
 
 def written(source: Path, shape: str, *sizes: str) -> Path:
@@ -33,12 +39,7 @@ def written(source: Path, shape: str, *sizes: str) -> Path:
     sizes  further flags of `scripts/expand.py`
     """
     n_layers = _N_OWN[source] + 1
-    memory = Path("/dev/shm")
-    home = (
-        memory
-        if memory.is_dir() and shutil.disk_usage(memory).free > 24 * _MARGIN
-        else ROOT / "demo-cache"
-    )
+    home = memory_folder(24 << 30) or ROOT / "demo-cache"
     out = home / f"offload_rt-{source.name}-{shape}"
     flags = ("--like", shape, "--layers", str(n_layers), *sizes)
     run_python("scripts/expand.py", "--source", str(source), "--out", str(out), *flags)
@@ -77,15 +78,16 @@ def opened(
 
     Repeated layers are held once by the host, so all of them fit.
     """
-    deep = {target: n_layers} | ({draft[0]: draft[1]} if draft else {})
-    pair = {"draft_model": str(draft[0])} if draft else {}
+    settings = {"device": "cuda", "dtype": "bfloat16", **settings}
+    deep = dict([(target, n_layers), *([draft] if draft else [])])
+
+    def opener(path: Path) -> Checkpoint:
+        return repeated(open_checkpoint(path), deep[path])
+
     with (
-        patch(
-            "offload_rt.llm.open_checkpoint",
-            lambda path: repeated(open_checkpoint(path), deep[path]),
-        ),
+        patch("offload_rt.llm.open_checkpoint", opener),
         patch("offload_rt.engine.device.memory_free", lambda: 1 << 40),
-        LLM(str(target), **pair, **settings) as llm,
+        LLM(str(target), draft and str(draft[0]), **settings) as llm,
     ):
         yield llm
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.shapes import BUDGET, TARGET, opened, park, plan_of, random_tree, written
+from bench.gpu.shapes import (
+    BUDGET,
+    TARGET,
+    opened,
+    park,
+    plan_of,
+    random_tree,
+    written,
+)
 from offload_rt.engine.profile import upload_gbps
 
 EXPECTED_S = 90
@@ -43,22 +51,15 @@ def measure_passes(
     target: Path, shapes: Shapes, rate_of: Callable[[torch.device], float]
 ) -> Iterator[dict[str, object]]:
     """Passes over a checkpoint; `rate_of` measures GB/s of the link while no layer crosses it."""
-    max_len = max(512, shapes.context + 2)
-    room = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "device_memory": shapes.device_memory,
-        "max_model_len": max_len,
-    }
-    limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes)}
-    with opened(target, shapes.n_layers, **limits, **room, **dict(shapes.settings)) as llm:
+    room = {"device_memory": shapes.device_memory, "max_model_len": max(512, shapes.context + 2)}
+    limits = {"drafter": "ngram", "tree_size": max(shapes.n_nodes), **room}
+    with opened(target, shapes.n_layers, **limits, **dict(shapes.settings)) as llm:
         result = {"plan": plan_of(llm), "passes": []}
         for n in shapes.n_nodes:
             park(llm.engine.runner.streamer)
             gbps = rate_of(llm.engine.runner.device)
             times = llm.time_passes(random_tree(n), shapes.context, 3)
             floor_s = llm.plan.pass_bytes.at(shapes.context, n)["host"] / gbps / 1e9
-            result["passes"].append(
-                {"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps}
-            )
+            entry = {"rows": n, "seconds": times, "floor_s": floor_s, "link_gbps": gbps}
+            result["passes"].append(entry)
             yield result

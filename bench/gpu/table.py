@@ -23,11 +23,9 @@ def table(results: Path) -> str:
         device = f"{entry['device']}, torch {entry['torch']}, commit {entry['commit']}"
         sections.setdefault(device, []).append(name)
     devices = [f"{device} ({', '.join(names)})" for device, names in sorted(sections.items())]
-    head = (
-        f"Measured on {'; '.join(devices)}."
-        if devices
-        else "Nothing has been measured on a card yet."
-    )
+    head = "Nothing has been measured on a card yet."
+    if devices:
+        head = f"Measured on {'; '.join(devices)}."
     rows = [
         f"| {what} | {target} | {_figure(by_section, section, read)} |"
         for what, target, section, read in _ROWS
@@ -58,16 +56,13 @@ def _pass_of(result: Any, rows: int) -> dict[str, Any]:
 
 def _against_floor(result: Any) -> str:
     entry = _pass_of(result, 1)
-    return (
-        f"{median(entry['seconds']) / entry['floor_s']:.3f} ({median(entry['seconds']):.2f} s at"
-        f" {entry['link_gbps']:.1f} GB/s)"
-    )
+    seconds = median(entry["seconds"])
+    return f"{seconds / entry['floor_s']:.3f} ({seconds:.2f} s at {entry['link_gbps']:.1f} GB/s)"
 
 
 def _against_plain(result: Any) -> str:
-    return (
-        f"{median(_pass_of(result, 768)['seconds']) / median(_pass_of(result, 1)['seconds']):.3f}"
-    )
+    large, plain = (median(_pass_of(result, rows)["seconds"]) for rows in (768, 1))
+    return f"{large / plain:.3f}"
 
 
 def _busy(result: Any) -> str:
@@ -144,11 +139,9 @@ def _verdicts(result: Any) -> str:
 
 def _peers(result: Any) -> str:
     return ", ".join(
-        (
-            f"{name} {entry['seconds_per_token']:.2f} s"
-            if "seconds_per_token" in entry
-            else f"{name} failed: {entry['failed']}"
-        )
+        f"{name} failed: {entry['failed']}"
+        if "failed" in entry
+        else f"{name} {entry['seconds_per_token']:.2f} s"
         for name, entry in result.items()
     )
 

@@ -11,10 +11,8 @@ type. bench/results/models.jsonl contains the results of all parts.
 import itertools
 import json
 import logging
-import os
 import tempfile
 import warnings
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,6 +25,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from bench.common.checkpoints import no_pair_stats
 from bench.common.measure import Benchmark
 from bench.models.tiny import SIZES, config_of, open_streamed, random_model
 from offload_rt import LLM, SamplingParams
@@ -39,14 +38,8 @@ from offload_rt.tree.topology import Topology
 N_PROMPT = 21
 N_NEW = 40
 # Causal types, and multimodal types without a causal class.
-TYPES = [
-    *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "mistral3",
-    "qwen3_vl",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "glm4v",
-]
+_MULTIMODAL = ("mistral3", "qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v")
+TYPES = [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_MULTIMODAL]
 
 
 def generated(model: PreTrainedModel, prompt: list[int], n_new: int) -> list[int]:
@@ -110,21 +103,18 @@ def tree_difference(model: PreTrainedModel, folder: Path, prompt: list[int]) -> 
     with open_streamed(folder, drafter="none") as llm:
         runner = llm.engine.runner
         cache = runner.new_cache(len(prompt) + len(parents))
-        for tokens, topology in (
-            (prompt, Topology.chain(len(prompt))),
-            (drafted, Topology(np.array(parents))),
-        ):
+        trees = (Topology.chain(len(prompt)), Topology(np.array(parents)))
+        for tokens, topology in zip((prompt, drafted), trees, strict=True):
             step = Step(cache, torch.tensor(tokens), topology, len(tokens), len(prompt))
             (logits,) = runner.forward([step])
             runner.commit(cache, range(len(prompt)) if tokens is prompt else ())
     worst = []
     for node, path in enumerate(paths):
         ids = torch.tensor([prompt + [drafted[i] for i in path]])
-        inputs = {
-            "position_ids": torch.arange(ids.shape[1])[None],
-            "attention_mask": torch.ones_like(ids),
-        }
-        expected = model(ids, use_cache=False, **inputs).logits[0, -1].float()
+        positions = torch.arange(ids.shape[1])[None]
+        visible = torch.ones_like(ids)
+        output = model(ids, use_cache=False, position_ids=positions, attention_mask=visible)
+        expected = output.logits[0, -1].float()
         worst.append(float((logits[node] - expected).abs().max() / expected.abs().max()))
     return max(worst)
 
@@ -133,10 +123,7 @@ def sweep(kinds: list[str]) -> dict[str, Any]:
     """Print the verdict of each type."""
     verdicts: dict[str, Any] = {"transformers": transformers.__version__}
     for kind in kinds:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"),
-        ):
+        with no_pair_stats(), tempfile.TemporaryDirectory() as folder:
             verdict, reason = outcome(kind, Path(folder))
         verdicts.setdefault(verdict, {})[kind] = reason
         print(f"{kind:28s} {verdict:13s} {reason}", flush=True)
@@ -154,12 +141,9 @@ def write_llama(folder: Path, **sizes: int) -> None:
 
 def pass_seconds(folder: Path, n_rows: int, is_traced: bool, is_streamed: bool) -> list[float]:
     """Time passes of the native decoder or of the traced model."""
-    with ExitStack() as stack:
-        if is_traced:
-            stack.enter_context(patch.dict(families.FAMILIES, clear=True))
-        settings = {"drafter": "none", "device": "cpu", "max_model_len": 512}
-        open_llm = open_streamed if is_streamed else lambda path, **more: LLM(str(path), **more)
-        llm = stack.enter_context(open_llm(folder, **settings))
+    settings = {"drafter": "none", "device": "cpu", "max_model_len": 512}
+    open_llm = open_streamed if is_streamed else lambda path, **more: LLM(str(path), **more)
+    with patch.dict(families.FAMILIES, clear=is_traced), open_llm(folder, **settings) as llm:
         return llm.time_passes(Topology.chain(n_rows), 200, 8)
 
 

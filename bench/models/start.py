@@ -19,21 +19,11 @@ def main() -> None:
     benchmark.add("--model", default=str(REAL_FILE))
     benchmark.add("--rounds", type=int, default=5)
     flags = benchmark.start()
-    run = [
-        "-m",
-        "offload_rt.run",
-        flags.model,
-        "Why is the sky blue?",
-        "--chat",
-        "--max-tokens",
-        "1",
-    ]
+    run = ["-m", "offload_rt.run", flags.model, "Why is the sky blue?", "--chat", "--max-tokens=1"]
     started = {"torch": ["-c", "import torch"], "run": run}
+    execute = partial(subprocess.run, check=True, capture_output=True)
     works = {
-        name: partial(
-            timed,
-            partial(subprocess.run, [sys.executable, *words], check=True, capture_output=True),
-        )
+        name: partial(timed, partial(execute, [sys.executable, *words]))
         for name, words in started.items()
     }
     seconds = interleaved(works, flags.rounds)

@@ -84,13 +84,12 @@ _OF_WHOLE = {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_i
 
 def config_of(kind: str) -> PreTrainedConfig:
     """Return a tiny config of a type."""
-    return _small(
-        CONFIG_MAPPING[kind](), {**SIZES, **OF_TYPE.get(kind, {})}, tuple(OF_TYPE.get(kind, {}))
-    )
+    more = OF_TYPE.get(kind, {})
+    return _small(CONFIG_MAPPING[kind](), SIZES | more, tuple(more))
 
 
 def _small(
-    config: PreTrainedConfig, sizes: dict[str, Any], forced: tuple[str, ...] = ()
+    config: PreTrainedConfig, sizes: dict[str, Any], forced: tuple[str, ...]
 ) -> PreTrainedConfig:
     made = type(config)
     values = {**config.__dict__, **made.attribute_map}
@@ -113,11 +112,8 @@ def random_model(
     has_tower  the model for images, of types that also have a model for text alone
     """
     is_causal = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    auto = (
-        transformers.AutoModelForCausalLM
-        if is_causal and not has_tower
-        else transformers.AutoModelForImageTextToText
-    )
+    kind = "CausalLM" if is_causal and not has_tower else "ImageTextToText"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
     model = auto.from_config(config).eval().float()
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():

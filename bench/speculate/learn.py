@@ -66,10 +66,9 @@ def tuned_target(texts: list[list[int]], minutes: float) -> Path:
     generator = torch.Generator().manual_seed(0)
     while (share := (time.perf_counter() - started) / (60 * minutes)) < 1:
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - share)
-        at = torch.randint(len(stream) - _WINDOW, (_BATCH, 1), generator=generator) + torch.arange(
-            _WINDOW
-        )
-        loss = model(stream[at], labels=stream[at]).loss
+        starts = torch.randint(len(stream) - _WINDOW, (_BATCH, 1), generator=generator)
+        windows = stream[starts + torch.arange(_WINDOW)]
+        loss = model(windows, labels=windows).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -100,9 +99,8 @@ def open_pair(target: Path, learn: str, memory: int, gbps: float = 0.0) -> LLM:
 
 def answer(llm: LLM, prompt: list[int], temperature: float) -> Stats:
     """Return the statistics of an answer."""
-    return llm.generate(
-        prompt, SamplingParams(max_new_tokens=_N_NEW, temperature=temperature, seed=0)
-    )[0].stats
+    params = SamplingParams(max_new_tokens=_N_NEW, temperature=temperature, seed=0)
+    return llm.generate(prompt, params)[0].stats
 
 
 def count(
@@ -123,9 +121,7 @@ def count(
 
         def rates(prompts: Sequence[list[int]], meanwhile: Callable[[], None]) -> list[float]:
             with mock.patch.object(runner, "meanwhile", meanwhile):
-                return [
-                    answer(llm, prompt, flags.temperature).tokens_per_pass for prompt in prompts
-                ]
+                return [answer(llm, ids, flags.temperature).tokens_per_pass for ids in prompts]
 
         learned = {"meanwhile": rates(others, often)}
         return learned | {name: rates(part, lambda: None) for name, part in held_out.items()}
@@ -153,12 +149,7 @@ def timed(
 def main() -> None:
     """Print both parts."""
     bench = Benchmark("learn", __doc__)
-    bench.add(
-        "--minutes",
-        type=float,
-        default=3.0,
-        help="training time of the target at first use; 0: untrained",
-    )
+    bench.add("--minutes", type=float, default=3.0, help="of training at first use; 0: untrained")
     bench.add("--temperature", type=float, default=0.0)
     bench.add("--tokens", type=int, default=2000)
     bench.add("--slices", type=int, default=6, help="training slices per pass of part count")
@@ -178,10 +169,8 @@ def main() -> None:
                 without, learned = (counted[learn][part] for learn in counted)
                 ratios = [b / a for a, b in zip(without, learned, strict=True)]
                 result[part] = fmean(learned) / fmean(without)
-                print(
-                    f"tokens per pass {part}: {fmean(without):.2f}, learned {fmean(learned):.2f};"
-                    f" ratio {result[part]:.3f}"
-                )
+                means = f"{fmean(without):.2f}, learned {fmean(learned):.2f}"
+                print(f"tokens per pass {part}: {means}; ratio {result[part]:.3f}")
                 print(f"    {' '.join(f'{ratio:.2f}' for ratio in ratios)}")
             result |= {"count": counted}
         if "timed" in flags.parts:
@@ -192,10 +181,8 @@ def main() -> None:
             print("seconds per token, learning / not:", *(f"{ratio:.3f}" for ratio in of_token))
             print(f"seconds per pass, learning / not: {Spread.of(of_pass)}")
             waits = [[run.wait_seconds / run.seconds for run in runs] for runs in both.values()]
-            print(
-                f"share of time waited for the link: {fmean(waits[0]):.2f}, while learning"
-                f" {fmean(waits[1]):.2f}"
-            )
+            shares = ", while learning ".join(f"{fmean(shares):.2f}" for shares in waits)
+            print(f"share of time waited for the link: {shares}")
             result |= {"of_token": of_token, "of_pass": of_pass, "waits": waits}
     bench.finish(**result)
 

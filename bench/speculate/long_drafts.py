@@ -14,7 +14,6 @@ cost model. The bound assumes free drafting.
 import argparse
 import json
 import shutil
-import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,8 +29,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from bench.common.checkpoints import DRAFT, TARGET
-from bench.common.measure import ROOT, Benchmark, Spread
+from bench.common.measure import Benchmark, Spread
 from bench.common.pacing import PacedLink, PacedRows
+from bench.common.prompts import held_out_modules
 from offload_rt import LLM, SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.engine.engine import Engine
@@ -111,9 +111,7 @@ class Watched:
         started = time.perf_counter()
         trees: list[DraftTree] = self.drafter.propose(sequences, n_nodes)
         self.seconds.append(time.perf_counter() - started)
-        self.trees += [
-            (len(tree.topology), tree.topology.n_levels, tree.expected) for tree in trees
-        ]
+        self.trees += [(len(t.topology), t.topology.n_levels, t.expected) for t in trees]
         return trees
 
 
@@ -124,12 +122,8 @@ def stretched(folder: Path, n_tokens: int) -> str:
     save_file({name: tensor.float() for name, tensor in load_file(weights).items()}, weights)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    rope = {
-        "rope_type": "yarn",
-        "factor": n_tokens / _TRAINED,
-        "original_max_position_embeddings": _TRAINED,
-    }
-    config["rope_parameters"] |= rope
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": _TRAINED}
+    config["rope_parameters"] |= yarn | {"factor": n_tokens / _TRAINED}
     config["max_position_embeddings"] = _N_MOST * (n_tokens + _ROOM)
     path.write_text(json.dumps(config))
     return str(folder)
@@ -137,11 +131,7 @@ def stretched(folder: Path, n_tokens: int) -> str:
 
 def held_out_texts(n: int, n_tokens: int) -> list[list[int]]:
     """Return n evenly spaced parts of the concatenated held-out modules."""
-    names = (ROOT / "models/held_out.txt").read_text(encoding="utf-8").split()
-    modules = (
-        (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8") for name in names
-    )
-    tokens = AutoTokenizer.from_pretrained(TARGET)("".join(modules)).input_ids
+    tokens = AutoTokenizer.from_pretrained(TARGET)("".join(held_out_modules())).input_ids
     starts = [i * (len(tokens) - n_tokens) // n for i in range(n)]
     return [tokens[start : start + n_tokens] for start in starts]
 
@@ -174,21 +164,16 @@ def measure(case: Case, flags: argparse.Namespace, folder: Path) -> Outcome:
         kv_memory=case.kv_memory,
     ) as llm:  # fmt: skip
         engine = llm.engine
-        cost = llm.engine.cost
-        runner = llm.engine.runner
+        cost = engine.cost
+        runner = engine.runner
         split = llm.plan.split
         memory = runner.memory
-        assert split is not None and isinstance(memory, HostMemory), (
-            "keys and values are beyond the device"
-        )
-        link = PacedLink(flags.gbps)
-        store = PacedRows(split, runner.spec.n_layers, runner.streamer, link)
+        assert split and isinstance(memory, HostMemory), "keys and values are beyond the device"
+        store = PacedRows(split, runner.spec.n_layers, runner.streamer, PacedLink(flags.gbps))
         memory.store = engine.closes.enter_context(closing(store))
         params = [SamplingParams(_ROOM, temperature=flags.temperature, seed=i) for i in range(n)]
-        texts = held_out_texts(n, context)
-        sequences = [
-            TokenSequence(text, each, longest) for text, each in zip(texts, params, strict=True)
-        ]
+        texts = zip(held_out_texts(n, context), params, strict=True)
+        sequences = [TokenSequence(text, sampling, longest) for text, sampling in texts]
         plain = NONE.open(DraftParts(DraftLimits(1, 1), cost, "", 0.0))
         engine.drafter = watched = Watched(engine.drafter)
         for sequence in sequences:

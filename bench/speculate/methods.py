@@ -82,11 +82,8 @@ class Method:
         # Minimum memory, so that all layers are streamed.
         if drafting.type.resources.copies_target:
             plan = llm.plan
-            least = (
-                plan.reserved.total
-                + len(plan.tiers) * plan.reserved.stand_in
-                + 2 * plan.slot_nbytes
-            )
+            copies = len(plan.tiers) * plan.reserved.stand_in
+            least = plan.reserved.total + copies + 2 * plan.slot_nbytes
             llm = LLM.open(replace(config, device_memory=least), drafting)
         llm.load()
         return llm
@@ -112,10 +109,7 @@ SYSTEMS = (
     # A pass over further blocks costs more than it gains, or nothing.
     Method("block", "block", draft=BLOCK, level_s=1e9),
     Method("conditioned block", "block", draft=BLOCK),
-    *(
-        Method(f"adaptive, {rounding} draft", "adaptive_tree", rounding=rounding)
-        for rounding in ROUNDINGS
-    ),
+    *(Method(f"adaptive, {name} draft", "adaptive_tree", rounding=name) for name in ROUNDINGS),
 )
 # For long texts: drafters with a view of a part of the text, and two without.
 LONG = (

@@ -40,9 +40,8 @@ def texts(llm: LLM, prompts: Sequence[list[int]], n_new: int, temperature: float
     with mock.patch.object(ExpectedTokensBias, "observe", record):
         for i, prompt in enumerate(prompts):
             results.append([])
-            llm.generate(
-                [prompt], SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
-            )
+            params = SamplingParams(max_new_tokens=n_new, temperature=temperature, seed=i)
+            llm.generate([prompt], params)
     return results
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -38,16 +39,18 @@ def questions_of(path: Path, per_category: int, skip: int) -> dict[str, list[str
     }
 
 
+@dataclass
 class Sums:
     """Tokens, passes and seconds of decoding, and the seconds that plain decoding would need.
 
     ratios  times plain decoding of each question
     """
 
-    def __init__(self) -> None:
-        self.tokens = self.passes = 0.0
-        self.seconds = self.plain_s = 0.0
-        self.ratios: tuple[float, ...] = ()
+    tokens: float = 0.0
+    passes: float = 0.0
+    seconds: float = 0.0
+    plain_s: float = 0.0
+    ratios: tuple[float, ...] = ()
 
     def add(self, other: "Sums") -> None:
         """Add the sums of further questions."""
@@ -73,13 +76,10 @@ def ask(llm: LLM, text: str, params: SamplingParams, plain_s: float | None) -> t
     if plain_s is None:
         context = len(output.prompt_token_ids) + len(output.token_ids) // 2
         plain_s = median(llm.time_plain(context, _N_PLAIN))
-    sums = Sums()
-    sums.tokens = len(output.token_ids) - 1
-    sums.passes = sums.tokens / (stats.measured_tokens_per_pass or 1.0)
-    sums.seconds = sums.tokens * (stats.measured_seconds_per_token or 0.0)
-    sums.plain_s = sums.tokens * plain_s
-    sums.ratios = (sums.plain_s / sums.seconds,)
-    return sums, plain_s
+    n = len(output.token_ids) - 1
+    seconds = n * (stats.measured_seconds_per_token or 0.0)
+    n_passes = n / (stats.measured_tokens_per_pass or 1.0)
+    return Sums(n, n_passes, seconds, n * plain_s, (n * plain_s / seconds,)), plain_s
 
 
 def main() -> None:
@@ -98,11 +98,8 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048, help="tokens of prompt and answer")
     flags = parser.parse_args()
     params = SamplingParams(max_tokens=flags.tokens, temperature=flags.temperature, seed=0)
-    given = {
-        "device_memory": flags.device_memory,
-        "tree_size": flags.rows,
-        "max_model_len": flags.max_len,
-    }
+    given = {"device_memory": flags.device_memory, "max_model_len": flags.max_len}
+    given["tree_size"] = flags.rows
     choices = {name: {"drafter": name} for name in flags.drafters}
     if flags.draft_model:
         choices["draft model"] = {"draft_model": flags.draft_model}
@@ -113,9 +110,8 @@ def main() -> None:
             name: closes.enter_context(LLM(flags.model, **choice, **given))
             for name, choice in choices.items()
         }
-        for category, texts in questions_of(
-            flags.questions, flags.per_category, flags.skip
-        ).items():
+        questions = questions_of(flags.questions, flags.per_category, flags.skip)
+        for category, texts in questions.items():
             sums = {name: Sums() for name in llms}
             for text in texts:
                 plain_s = None

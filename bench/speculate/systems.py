@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -58,11 +59,9 @@ class Counted:
         pairs = zip(self.tokens_per_pass, best.tokens_per_pass, strict=True)
         differences = [a - b for a, b in pairs]
         error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-        return (
-            f"**{self.mean:.2f}**"
-            if self is best
-            else f"{self.mean:.2f} ({mean(differences):+.2f} ± {error:.2f})"
-        )
+        if self is best:
+            return f"**{self.mean:.2f}**"
+        return f"{self.mean:.2f} ({mean(differences):+.2f} ± {error:.2f})"
 
 
 @dataclass(frozen=True)
@@ -95,25 +94,17 @@ class Texts:
         runs: dict[float, list[tuple[float, float]]] = {}
         with method.open(self.model, n_rows, "float32", "2GB", self.longest, self.depth) as llm:
             engine = llm.engine
-            parts = DraftParts(
-                engine.drafter.limits, engine.cost.fixed(level_s=0.0), "without_replacement"
-            )
-            for i, prompt in enumerate(self.prompts):
-                for temperature in self.temperatures:
-                    if not isinstance(engine.drafter, TreeDrafter):
-                        engine.drafter = drafter_type(method.drafter).open(parts)
-                    params = SamplingParams(
-                        max_new_tokens=self.n_new, temperature=temperature, seed=i
-                    )
-                    (output,) = llm.generate(prompt, params)
-                    if temperature == 0 and output.token_ids != self.plain[i]:
-                        raise RuntimeError(
-                            f"{method.name}, prompt {i}: the greedy text differs from plain"
-                            " decoding's"
-                        )
-                    runs.setdefault(temperature, []).append(
-                        (output.stats.tokens_per_pass, output.stats.nodes_per_tree)
-                    )
+            cost = engine.cost.fixed(level_s=0.0)
+            parts = DraftParts(engine.drafter.limits, cost, "without_replacement")
+            for (i, prompt), temperature in product(enumerate(self.prompts), self.temperatures):
+                if not isinstance(engine.drafter, TreeDrafter):
+                    engine.drafter = drafter_type(method.drafter).open(parts)
+                params = SamplingParams(max_new_tokens=self.n_new, temperature=temperature, seed=i)
+                (output,) = llm.generate(prompt, params)
+                if temperature == 0 and output.token_ids != self.plain[i]:
+                    raise RuntimeError(f"{method.name}, prompt {i}: not plain decoding's text")
+                figures = output.stats.tokens_per_pass, output.stats.nodes_per_tree
+                runs.setdefault(temperature, []).append(figures)
         for temperature, run in runs.items():
             rates, rows = zip(*run, strict=True)
             yield Counted(method.name, n_rows, temperature, rates, mean(rows))
@@ -157,10 +148,8 @@ def table(counts: Sequence[Counted]) -> str:
         )
         for column in columns
     }
-    lines = [
-        ["", *(f"{n_rows} rows, T = {temperature:g}" for n_rows, temperature in columns)],
-        ["---"] * (1 + len(columns)),
-    ]
+    heads = (f"{n_rows} rows, T = {temperature:g}" for n_rows, temperature in columns)
+    lines = [["", *heads], ["---"] * (1 + len(columns))]
     for system in dict.fromkeys(count.system for count in counts):
         pairs = [(cells.get((system, column)), best[column]) for column in columns]
         lines.append([system, *(count.against(best) if count else "" for count, best in pairs)])
@@ -177,15 +166,11 @@ def measured(flags: argparse.Namespace) -> list[Counted]:
             model = stretched(Path(folder) / "long", flags.long)
             prompts = held_out_texts(flags.prompts, flags.long)
         texts = Texts(model, prompts, flags.new_tokens, flags.temperatures, flags.depth)
-        for n_rows in flags.rows:
-            for method in LONG if flags.long else SYSTEMS:
-                if not flags.systems or method.name in flags.systems:
-                    counts += texts.count(method, n_rows)
-                    print(
-                        table(counts[-len(flags.temperatures) :]).splitlines()[-1],
-                        n_rows,
-                        flush=True,
-                    )
+        for n_rows, method in product(flags.rows, LONG if flags.long else SYSTEMS):
+            if not flags.systems or method.name in flags.systems:
+                counts += texts.count(method, n_rows)
+                line = table(counts[-len(flags.temperatures) :]).splitlines()[-1]
+                print(line, n_rows, flush=True)
         if not flags.long and (not flags.systems or ASSISTED in flags.systems):
             counts += texts.assisted(flags.rows[0])
     return counts
@@ -200,32 +185,16 @@ def main() -> None:
     bench.add("--new-tokens", type=int, default=64)
     bench.add("--systems", nargs="+", help="names; default: all")
     bench.add("--depth", type=int, help="tree levels, the root included")
-    bench.add(
-        "--long",
-        type=int,
-        default=0,
-        help="tokens of long texts, for drafters with a view of a part of them",
-    )
-    bench.add(
-        "--table",
-        type=Path,
-        help="print the table of a file's lines with equal prompts, without measuring",
-    )
+    bench.add("--long", type=int, default=0, help="tokens of long texts, seen in part by drafters")
+    bench.add("--table", type=Path, help="join the lines of a file with equal prompts")
     flags = bench.parse()
     if flags.table:
         lines = [json.loads(line) for line in flags.table.read_text().splitlines()]
         keys = ("long", "prompts", "new_tokens", "depth")
         same = [line for line in lines if all(line.get(key) == getattr(flags, key) for key in keys)]
         counts = [Counted(**count) for line in same for count in line["found"]]
-        print(
-            table(
-                [
-                    count
-                    for count in counts
-                    if count.n_rows in flags.rows and count.temperature in flags.temperatures
-                ]
-            )
-        )
+        columns = {*product(flags.rows, flags.temperatures)}
+        print(table([count for count in counts if (count.n_rows, count.temperature) in columns]))
         return
     bench.print_header()
     counts = measured(flags)

@@ -48,14 +48,8 @@ def drawn_tree(
     tokens = torch.zeros(len(topology), dtype=torch.int64)
     tokens[1:] = children[shape.row_of[topology.parents[1:]], topology.ranks[1:]]
     is_sampled = np.arange(len(topology)) > 0
-    return (
-        DraftTree(
-            topology,
-            tokens,
-            SampledNodes(is_sampled, draft_probs, shape.row_of, probs == "independent"),
-        ),
-        logits,
-    )
+    sampled = SampledNodes(is_sampled, draft_probs, shape.row_of, probs == "independent")
+    return DraftTree(topology, tokens, sampled), logits
 
 
 def main() -> None:
@@ -89,10 +83,8 @@ def main() -> None:
                 lengths.append(len(verdict.path) + 1)
         times = {"verify_ms": Spread.of(verify_ms), "softmax_ms": Spread.of(softmax_ms)}
         results[name] = times
-        print(
-            f"{name:10} {times['verify_ms']}; softmax {times['softmax_ms']};"
-            f" {mean(lengths):.2f} tokens a pass"
-        )
+        spreads = "; softmax ".join(map(str, times.values()))
+        print(f"{name:10} {spreads}; {mean(lengths):.2f} tokens a pass")
     bench.finish(rules=results)
 
 

@@ -9,7 +9,6 @@ sweeps over a checkpoint with its copy, or a part of each layer, on a second dis
 """
 
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ from bench.common.checkpoints import (
     resident_layers,
 )
 from bench.common.measure import Benchmark, Spread, interleaved, timed
-from bench.common.pacing import PacedTier
+from bench.common.pacing import PacedTier, sweep
 from bench.common.processes import run_json
 from bench.compare.contract import Job
 from bench.compare.outcome import run_peer
@@ -72,14 +71,6 @@ class Settings:
 def sweep_seconds(streamer: Streamer) -> float:
     """Return the seconds of a sweep without compute."""
     return timed(partial(sweep, streamer, PASSES)) / PASSES
-
-
-def sweep(streamer: Streamer, n: int) -> None:
-    """Stream all layers n times."""
-    for _ in range(n):
-        with closing(streamer.sweep()) as views:
-            for _ in views:
-                pass
 
 
 def pass_against_floor(settings: Settings) -> dict[str, object]:

@@ -59,13 +59,8 @@ class Passes:
         where = like.device, like.dtype
         self.runner = Runner(spec, streamer, like.non_layer, like.format, *where, Trace(on=False))
         closes.enter_context(closing(self.runner))
-        split = KVSplit.least(
-            spec,
-            context + 1,
-            1,
-            RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(like.dtype)),
-            512,
-        )
+        row_format = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(like.dtype))
+        split = KVSplit.least(spec, context + 1, 1, row_format, 512)
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
         rows = PacedRows(*of_rows, link) if link else FileRows(*of_rows)
@@ -132,14 +127,9 @@ def measure(name: str, passes: Passes, rounds: int, gbps: float | None) -> dict[
     print(f"floor         {floor_s} s, {moved / floor_s.median / 1e9:.2f} GB/s")
     print(f"pass          {Spread.of(seconds)} s")
     print(f"pass / floor  {ratio}")
-    return {
-        "weight_bytes": passes.weight_nbytes,
-        "row_bytes": passes.row_nbytes,
-        "counted_bytes": median,
-        "floor_s": floor_s,
-        "pass_s": Spread.of(seconds),
-        "pass_over_floor": ratio,
-    }
+    nbytes = {"weight_bytes": passes.weight_nbytes, "row_bytes": passes.row_nbytes}
+    times = {"floor_s": floor_s, "pass_s": Spread.of(seconds), "pass_over_floor": ratio}
+    return {**nbytes, "counted_bytes": median, **times}
 
 
 def main() -> None:
@@ -157,9 +147,8 @@ def main() -> None:
         with LLM(folder, device="cpu", drafter="none", max_model_len=256) as llm:
             itemsize = llm.spec.target.dtype.itemsize
             kv_nbytes = flags.context * llm.engine.runner.spec.kv_nbytes(itemsize)
-            print(
-                f"KV cache of {flags.context} tokens: {format_size(kv_nbytes)}, 1/4 on the device"
-            )
+            size = format_size(kv_nbytes)
+            print(f"KV cache of {flags.context} tokens: {size}, 1/{_SHARE} on the device")
             link = PacedLink(flags.gbps)
             paced = PacedTier(resident_layers(llm), link, N_QUEUED)
             for name, tier, row_link, gbps in (

@@ -58,10 +58,8 @@ def decode_speeds(image: EncodedImage, rounds: int) -> dict[str, Spread]:
         "copy": lambda: out.__setitem__(slice(None), raw),
     }
     seconds = interleaved({name: partial(timed, work) for name, work in ways.items()}, rounds)
-    return {
-        name: Spread.of([len(out) / time / 1e9 for time in times])
-        for name, times in seconds.items()
-    }
+    nbytes = len(out) / 1e9
+    return {name: Spread.of([nbytes / s for s in times]) for name, times in seconds.items()}
 
 
 def one_run(model: Path, sidecar: Path, gbps: float, link_format: str) -> tuple[float, list[int]]:
@@ -79,9 +77,7 @@ def main() -> None:
     """Measure bytes, decoding and passes."""
     bench = Benchmark("lossless", __doc__)
     bench.add("--size", default="400MB", help="of the expanded demo target")
-    bench.add(
-        "--gbps", type=float, default=0.5, help="rate of the disk, slow enough to be the limit"
-    )
+    bench.add("--gbps", type=float, default=0.5, help="rate of the disk, which is the limit")
     bench.add("--rounds", type=int, default=5)
     flags = bench.start()
     torch.set_num_threads(1)
@@ -95,9 +91,8 @@ def main() -> None:
         convert_gbps = raw / (time.perf_counter() - started) / 1e9
         with closing(SidecarTier(open_sidecar(checkpoint, folder), ReadSettings(), True)) as tier:
             assert sum(tier.nbytes(i) for i in range(checkpoint.spec.n_layers)) == encoded
-        ways = {
-            way: partial(one_run, model, folder, flags.gbps, way) for way in ("lossless", "raw")
-        }
+        run = partial(one_run, model, folder, flags.gbps)
+        ways = {way: partial(run, way) for way in ("lossless", "raw")}
         runs = interleaved(ways, flags.rounds, warm_up=0)
     (encoded_s, encoded_ids), (raw_s, raw_ids) = (zip(*runs[way], strict=True) for way in ways)
     ratio = Spread.of_ratios(encoded_s, raw_s)

@@ -14,7 +14,7 @@ from unittest import mock
 from torch import Tensor
 
 from bench.common.measure import Spread, interleaved, timed
-from bench.common.pacing import PacedLink
+from bench.common.pacing import PacedLink, sweep
 from offload_rt.offload import disk
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import MemoryTier
@@ -56,14 +56,8 @@ def sweep_seconds(model: Path, mirrors: Mirrors, paces: dict[Path, float]) -> fl
     with paced_folders(paces), closing(DiskTier(checkpoint.layers, mirrors=mirrors)) as tier:
         sources = LayerSources(MemoryTier(), (tier,) * n_layers, 3)
         with closing(ThreadStreamer(sources, Trace(on=False))) as streamer:
-
-            def sweep() -> None:
-                with closing(streamer.sweep()) as views:
-                    for _ in views:
-                        pass
-
-            sweep()
-            return timed(sweep)
+            sweep(streamer)
+            return timed(partial(sweep, streamer))
 
 
 def measure(model: Path, rounds: int) -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-_GIB = 2**30
-
 
 @dataclass(frozen=True)
 class HostLink:
@@ -39,4 +37,4 @@ class Card:
 
         An RTX 4090 of 24 GiB reports 23.65 GiB.
         """
-        return self.memory_nbytes * 197 // 200 - (_GIB >> 1)
+        return self.memory_nbytes * 197 // 200 - 2**29

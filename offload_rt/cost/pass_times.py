@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -202,14 +203,12 @@ class PassBytes:
 
     def at(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> dict[str, int]:
         """Return the bytes over each link, by tier, without zeros; see `StreamedRows`."""
-        moved = dict(self.streamed)
+        moved = Counter(dict(self.streamed))
         if self.rows is not None:
-            nbytes = self.rows.pass_nbytes(context, n_rows, n_sequences)
-            moved[self.rows.tier] = moved.get(self.rows.tier, 0) + nbytes
+            moved[self.rows.tier] += self.rows.pass_nbytes(context, n_rows, n_sequences)
         for experts in filter(None, (self.experts, self.disk_experts)):
-            nbytes = int(experts.pass_nbytes(np.array(n_rows)))
-            moved[experts.tier] = moved.get(experts.tier, 0) + nbytes
-        moved["host"] = moved.get("host", 0) + n_rows * self.exchanged
+            moved[experts.tier] += int(experts.pass_nbytes(np.array(n_rows)))
+        moved["host"] += n_rows * self.exchanged
         return {tier: nbytes for tier, nbytes in moved.items() if nbytes}
 
 

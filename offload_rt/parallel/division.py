@@ -158,9 +158,7 @@ class Division:
         return n_heads_found | counts
 
     def _refusal(self, why: str) -> UnsupportedModelError:
-        problem = (
-            f"a model of type {self.whole.family} cannot be divided among {self.size} ranks: {why}"
-        )
+        problem = f"a model of type {self.whole.family} cannot be divided among {self.size} ranks"
         return UnsupportedModelError(f"{problem}: {why}", change="run it without torchrun")
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:

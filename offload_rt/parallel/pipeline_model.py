@@ -78,11 +78,10 @@ class Stage(ModelPart):
 
     @property
     def mixture(self) -> Mixture | None:
-        whole = self.whole.mixture
-        layers = (
-            tuple(self.layers.index(i) for i in whole.layers if i in self.layers) if whole else ()
-        )
-        return whole._replace(layers=layers) if whole and layers else None
+        if (whole := self.whole.mixture) is None:
+            return None
+        layers = tuple(self.layers.index(i) for i in whole.layers if i in self.layers)
+        return whole._replace(layers=layers) if layers else None
 
     layer_prefix, layer_tensors, flops, window = map(
         _layer_method, ("layer_prefix", "layer_tensors", "flops", "window")
@@ -93,18 +92,15 @@ class Stage(ModelPart):
     def _first(self) -> tuple[int, int]:
         """Number of cache layers and of state layers before this stage."""
         before = range(self.layers.start)
-        return sum(len(self.whole.kv_layers(i)) for i in before), sum(
-            i in before for i in self.whole.state_layers
-        )
+        n_states = sum(i in before for i in self.whole.state_layers)
+        return sum(len(self.whole.kv_layers(i)) for i in before), n_states
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         """Return all tensors on rank 0; native decoders need no tables on further ranks."""
         tensors = self.whole.non_layer_tensors()
-        return tuple(
-            tensor
-            for tensor in tensors
-            if self.rank == 0 or self.embeds_on_all_stages or len(tensor.shape) == 1
-        )
+        if self.rank == 0 or self.embeds_on_all_stages:
+            return tensors
+        return tuple(tensor for tensor in tensors if len(tensor.shape) == 1)
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
@@ -112,9 +108,8 @@ class Stage(ModelPart):
         """Embed on rank 0; further ranks of a native decoder allocate room for hidden states."""
         if self.rank == 0 or self.embeds_on_all_stages:
             return self.whole.embed(weights, ids, row_inputs)
-        return torch.zeros(
-            len(ids), self.hidden_size, dtype=weights.dtype, device=ids.device
-        ), row_inputs
+        room = torch.zeros(len(ids), self.hidden_size, dtype=weights.dtype, device=ids.device)
+        return room, row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         """Apply a layer; receive input from the previous rank, send output to the next rank."""
@@ -156,11 +151,8 @@ def divisible(model: Architecture) -> list[range]:
         part = range(first, stop)
         later_reads = (layer for i in range(stop, n) for layer in model.kv_read(i))
         has_state = not states or any(i in part for i in states)
-        if (
-            has_state
-            and n_before[stop] > n_before[first]
-            and all(layer >= n_before[stop] for layer in later_reads)
-        ):
+        is_separate = all(layer >= n_before[stop] for layer in later_reads)
+        if has_state and is_separate and n_before[stop] > n_before[first]:
             parts.append(part)
             first = stop
     return [*parts[:-1], range(parts[-1].start, n)]
@@ -172,14 +164,9 @@ def divide_layers(nbytes: Sequence[int], rooms: Sequence[int]) -> list[range]:
     def cut(load: float) -> list[range]:
         cuts = list[range]()
         first = 0
-        for rank, room in enumerate(rooms):
+        for n_later, room in zip(reversed(range(len(rooms))), rooms, strict=True):
             last = first + 1
-            nbytes_taken = nbytes[first]
-            while (
-                last < len(nbytes) - (len(rooms) - 1 - rank)
-                and nbytes_taken + nbytes[last] <= load * room
-            ):
-                nbytes_taken += nbytes[last]
+            while last < len(nbytes) - n_later and sum(nbytes[first : last + 1]) <= load * room:
                 last += 1
             cuts.append(range(first, last))
             first = last

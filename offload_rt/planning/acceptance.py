@@ -137,7 +137,6 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
 
 
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
-    """Return the measured acceptance of the tree kind with the most samples; None without."""
     suffix = f" {temperature:.1f}"
     measured = [
         (estimates.acceptance, key.removesuffix(suffix))
@@ -152,7 +151,7 @@ def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
 
 def _parsed(text: str) -> np.ndarray:
     try:
-        by_rank = np.array([float(part) for part in text.split(",")])
+        by_rank = np.array(text.split(","), dtype=float)
     except ValueError:
         by_rank = np.array([np.nan])
     # Every comparison with NaN is false, so NaN is refused too.

@@ -78,8 +78,8 @@ def expert_ways(forecast: Forecast) -> dict[str, Forecast | None]:
 def short_context(forecast: Forecast) -> str:
     """Return advice for a short context, with the cost of a longer one; else empty."""
     request = forecast.request
-    spec = forecast.request.models[0].spec
-    required = min(_SHORT_CONTEXT, spec.max_positions)
+    target = request.models[0]
+    required = min(_SHORT_CONTEXT, target.spec.max_positions)
     current = forecast.memory_plan.max_model_len
     if request.config.max_model_len is not None or current >= required:
         return ""
@@ -89,12 +89,9 @@ def short_context(forecast: Forecast) -> str:
         longer = predict(replace(request, config=config), forecast.machine)
     except CapacityError as error:
         return f"{short}; with --max-model-len {required} {error.for_command_line}"
-    nbytes = (required - current) * spec.kv_nbytes(request.models[0].dtype.itemsize)
+    more = format_size((required - current) * target.spec.kv_nbytes(target.dtype.itemsize))
     seconds = longer.run.seconds_per_token
-    return (
-        f"{short}: --max-model-len {required} needs {format_size(nbytes)} more, at"
-        f" {seconds:.3f} s per token"
-    )
+    return f"{short}: --max-model-len {required} needs {more} more, at {seconds:.3f} s per token"
 
 
 def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
@@ -107,13 +104,11 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
             change = "use --sweep memory"
             raise SettingsError("--sweep ram", need="a GPU", have=machine.title, change=change)
         unit = "GiB of host memory"
-        ram = _FIRST_RAM
-        needed = sum((target.link or target).layer_nbytes)
-        while less_margin(ram) < needed:
-            ram *= 2
-        sizes: np.ndarray = _FIRST_RAM * 2 ** np.arange((ram // _FIRST_RAM).bit_length())
+        sizes = [_FIRST_RAM]
+        while less_margin(sizes[-1]) < sum((target.link or target).layer_nbytes):
+            sizes.append(2 * sizes[-1])
         n_parts = machine.ranks.n_parts
-        budgets = [replace(budget, host=less_margin(int(n)) // n_parts) for n in sizes]
+        budgets = [replace(budget, host=less_margin(n) // n_parts) for n in sizes]
     else:
         context = config.max_model_len or request.context + request.tokens
         fixed = reserved_memory(
@@ -123,11 +118,10 @@ def sweep(over: str, request: PlanRequest, machine: Machine) -> Sweep:
         least = least_budget(target.layer_nbytes, fixed)
         resident = fixed.total + sum(target.layer_nbytes)
         unit = "GiB of device memory"
-        sizes = np.linspace(1.02 * least, 1.1 * resident, _N_POINTS)
+        sizes = np.linspace(1.02 * least, 1.1 * resident, _N_POINTS).tolist()
         budgets = [replace(budget, device=int(nbytes)) for nbytes in sizes]
-    machines = (replace(machine, budget=point) for point in budgets)
-    forecasts = (predict_if_it_fits(request, point) for point in machines)
-    return Sweep(unit, tuple(zip((sizes / 2**30).tolist(), forecasts, strict=True)))
+    forecasts = (predict_if_it_fits(request, replace(machine, budget=point)) for point in budgets)
+    return Sweep(unit, tuple(zip((n / 2**30 for n in sizes), forecasts, strict=True)))
 
 
 def by_format(
@@ -143,9 +137,8 @@ def by_format(
     target, draft = request.models
     if target.dtype not in (DType.BFLOAT16, DType.FLOAT16) or not is_plain(target):
         return {}
-    on_card = machine.budget.has_card
     forecasts: dict[str, dict[str, Forecast | None]] = {}
-    for name, sizes in formats(target, on_card).items():
+    for name, sizes in formats(target, machine.budget.has_card).items():
         requests = {"none": without_draft(replace(request, models=(sizes, draft)))}
         if draft is not None and not draft.stand_in:
             requests["draft model"] = replace(request, models=(sizes, draft))

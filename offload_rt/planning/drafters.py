@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,26 +68,24 @@ class PublishedDrafter:
     target: str
     drafter: str
     name: str
-    shape: dict[str, Any]
-    figures: tuple[dict[str, Any], ...]
+    shape: dict[str, Any] = field(default_factory=dict)
+    figures: tuple[dict[str, Any], ...] = ()
 
     def sizes(self, target: Sizes) -> Sizes | None:
         """Return the sizes of the drafter; None without a published shape."""
         if self.name in KNOWN:
             return sizes_of(self.name, None, EngineConfig(self.name))
-        if self.drafter != "mtp" and not self.shape:
-            return None
-        config = None if self.drafter == "mtp" else self._config(target.spec)
-        head = parse_head(config, target.spec)
-        return None if head is None else Sizes.of_spec(head, target.dtype)
+        if self.drafter == "mtp":
+            head = parse_head(None, target.spec)
+        else:
+            head = parse_head(self._config(target.spec), target.spec) if self.shape else None
+        return head and Sizes.of_spec(head, target.dtype)
 
     def figure(self, temperature: float) -> dict[str, Any] | None:
         """Return the figure at the nearest temperature; None without figures."""
-
-        def distance(figure: dict[str, Any]) -> float:
-            return abs(float(figure["temperature"]) - temperature)
-
-        return min(self.figures, key=distance, default=None)
+        return min(
+            self.figures, default=None, key=lambda figure: abs(figure["temperature"] - temperature)
+        )
 
     def acceptance(self, temperature: float) -> Assumed | None:
         """Return the published acceptance at the nearest temperature; None without."""
@@ -140,11 +138,7 @@ def published(target: str) -> list[PublishedDrafter]:
     """Return the published drafters of a target, a built-in name or hub id."""
     name = known_name(target) or target.lower()
     entries = json.loads(_FILE.read_text(encoding="utf-8"))
-    return [
-        PublishedDrafter(**{"shape": {}, "figures": (), **entry})
-        for entry in entries
-        if entry["target"] == name
-    ]
+    return [PublishedDrafter(**entry) for entry in entries if entry["target"] == name]
 
 
 def compare(
@@ -153,11 +147,17 @@ def compare(
     """Predict all drafters, fastest first; without a draft model, by published or related ones."""
     plain = without_draft(request)
     target, draft = request.models
+    name = known_name(plain.config.model) or plain.config.model.lower()
+    recycle, own = (assume("auto", ("", ""), (name, kind), temperature) for kind in (RECYCLE, SELF))
     choices = [
         RankedDrafter("none", "", 0, predict_if_it_fits(plain, machine), "plain decoding"),
-        _choice(plain, machine, (RECYCLE, ""), None, _guessed(plain, RECYCLE, temperature)),
-        _self_drafting(plain, machine, temperature),
+        _choice(plain, machine, (RECYCLE, ""), None, recycle),
     ]
+    if target.spec.supports_self_draft and is_plain(target):
+        choices.append(_choice(plain, machine, (SELF, ""), copies(target), own))
+    else:
+        reason = "needs unquantised weights of a native family"
+        choices.append(RankedDrafter(SELF, "", 0, None, reason))
     for entry in published(request.config.model):
         acceptance = entry.acceptance(temperature)
         sizes = entry.sizes(target)
@@ -194,20 +194,6 @@ def _choice(
     forecast = predict_if_it_fits(request, machine)
     source = acceptance.source if forecast else f"does not fit; {acceptance.source}"
     return RankedDrafter(drafter, name, 0 if sizes is None else sizes.nbytes, forecast, source)
-
-
-def _guessed(plain: PlanRequest, drafter: str, temperature: float) -> Assumed:
-    """Return the acceptance of a drafter without a draft model."""
-    target = known_name(plain.config.model) or plain.config.model.lower()
-    return assume("auto", ("", ""), (target, drafter), temperature)
-
-
-def _self_drafting(plain: PlanRequest, machine: Machine, temperature: float) -> RankedDrafter:
-    target = plain.models[0]
-    if not target.spec.supports_self_draft or not is_plain(target):
-        return RankedDrafter(SELF, "", 0, None, "needs unquantised weights of a native family")
-    acceptance = _guessed(plain, SELF, temperature)
-    return _choice(plain, machine, (SELF, ""), copies(target), acceptance)
 
 
 def _seconds(choice: RankedDrafter) -> float:

@@ -16,7 +16,6 @@ from offload_rt.config import parse_size
 from offload_rt.cost.card import Card, HostLink
 from offload_rt.errors import SettingsError
 
-_GIB = 2**30
 _PCIE_4 = "measured peak of an A100 by the authors of BaM (github.com/ZaidQureshi/bam, issue 54)"
 _PCIE_5 = "NVIDIA's example output of nvbandwidth, host_to_device_memcpy_ce: 55.63 GB/s"
 _HALF = "half of 16 lanes: "
@@ -45,29 +44,22 @@ _SOURCES = {
 _FIGURES = "16GiB,300GB/s,80TFLOPS,25GB/s"
 
 
-def _read_cards() -> tuple[Card, ...]:
-    """Read cards.csv.
-
-    An H200 of 141 GB shows 143771 MiB. Error correction uses a sixteenth of the GDDR6 memory of
-    data centre cards: nvidia-smi shows 23034 MiB on an L4 and 46068 MiB on an L40 (remembered).
-    """
-    text = Path(__file__).with_name("cards.csv").read_text(encoding="utf-8")
-    return tuple(
-        Card(
-            row["name"],
-            row["title"],
-            int(float(row["memory_gib"]) * _GIB),
-            float(row["tflops"]),
-            float(row["memory_gbps"]),
-            LINKS[row["link"]],
-            _SOURCES[row["source"]],
-            float(row["nvlink_gbps"] or 0),
-        )
-        for row in csv.DictReader(text.splitlines())
+# An H200 of 141 GB shows 143771 MiB. Error correction uses a sixteenth of the GDDR6 memory of data
+# centre cards: nvidia-smi shows 23034 MiB on an L4 and 46068 MiB on an L40 (remembered).
+_TABLE = Path(__file__).with_name("cards.csv").read_text(encoding="utf-8")
+CARDS = tuple(
+    Card(
+        row["name"],
+        row["title"],
+        int(float(row["memory_gib"]) * 2**30),
+        float(row["tflops"]),
+        float(row["memory_gbps"]),
+        LINKS[row["link"]],
+        _SOURCES[row["source"]],
+        float(row["nvlink_gbps"] or 0),
     )
-
-
-CARDS = _read_cards()
+    for row in csv.DictReader(_TABLE.splitlines())
+)
 
 
 def find_card(name: str) -> Card:

@@ -69,22 +69,18 @@ class Machine:
         device_memory  budget on the GPU; None: its memory less a margin
         link_gbps      GB/s of its link; None: the published rate of the link type
         """
-        device = less_margin(card.free_nbytes) if device_memory is None else device_memory
+        free = card.free_nbytes
+        device = less_margin(free) if device_memory is None else device_memory
+        host = less_margin(ram)
+        link = "host link: set by --link" if link_gbps else f"{card.link.name}: {card.link.source}"
         return cls(
             title=card.title,
-            budget=MemoryBudget(
-                device, less_margin(ram), LIBRARIES, has_card=True, most=card.free_nbytes - DRIVER
-            ),
+            budget=MemoryBudget(device, host, LIBRARIES, has_card=True, most=free - DRIVER),
             links=(("disk", disk_gbps), ("host", link_gbps or card.link.gbps)),
             roof=lambda *_: Roof.from_card(card),
             fixed_s=_FIXED_S,
             level_s=LEVEL_S,
-            sources=(
-                f"card: {card.source}",
-                "host link: set by --link"
-                if link_gbps
-                else f"{card.link.name}: {card.link.source}",
-            ),
+            sources=(f"card: {card.source}", link),
         )
 
     def costs(self, target: Sizes, draft: Sizes | None, plan: Plan) -> PairTimes:
@@ -149,7 +145,7 @@ class Machine:
         if ranks.n == 1:
             return self
         n = ranks.n_parts
-        n_cards = ranks.n // ranks.n_parts
+        n_cards = ranks.n // n
         links = dict(self.links)
         budget = replace(
             self.budget,
@@ -158,13 +154,12 @@ class Machine:
             host=self.budget.host // n,
             most=self.budget.most and n_cards * self.budget.most,
         )
-        rates = (
-            ("disk", links["disk"] / n),
-            ("host", links["host"] / (2 if ranks.shared_link and n > 1 else 1)),
-        )
-        title = f"{ranks.n} x {self.title}"
-        sources = (*self.sources, ranks.source)
-        return replace(self, title=title, budget=budget, links=rates, sources=sources, ranks=ranks)
+        n_sharing = 2 if ranks.shared_link and n > 1 else 1
+        return replace(
+            self, title=f"{ranks.n} x {self.title}", budget=budget, ranks=ranks,
+            links=(("disk", links["disk"] / n), ("host", links["host"] / n_sharing)),
+            sources=(*self.sources, ranks.source),
+        )  # fmt: skip
 
 
 def draft_nbytes(draft: Sizes, plan: Plan) -> int:

@@ -88,10 +88,9 @@ class Parallelism:
 
         first: Any = SimpleNamespace(rank=0, size=n)
         part = TensorParallelModel.for_rank(spec, first, self.exact)
-        shares = [(layer_weights(part, i), layer_weights(spec, i)) for i in range(spec.n_layers)]
         layers = tuple(
-            nbytes * n_part // n_whole
-            for nbytes, (n_part, n_whole) in zip(sizes.layer_nbytes, shares, strict=True)
+            nbytes * layer_weights(part, i) // layer_weights(spec, i)
+            for i, nbytes in enumerate(sizes.layer_nbytes)
         )
         n_part, n_whole = (n_weights(model.non_layer_tensors()) for model in (part, spec))
         rest = sizes.non_layer_nbytes * n_part // n_whole

@@ -119,18 +119,16 @@ def _mxfp4(sizes: Sizes) -> Sizes:
         [tensor.shape for tensor in sizes.spec.layer_tensors(i) if len(tensor.shape) == 3]
         for i in range(sizes.spec.n_layers)
     ]
-    saved = [
-        sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32 for shapes in layers
-    ]
+    layer_nbytes = tuple(
+        nbytes - sum(map(math.prod, shapes)) * (32 * sizes.dtype.itemsize - 17) // 32
+        for nbytes, shapes in zip(sizes.layer_nbytes, layers, strict=True)
+    )
     # The architecture has inputs first.
     shapes = {(n_out, n_in) for _, n_in, n_out in chain(*layers)}
     experts = [mxfp4.matrix_of("expert", shape) for shape in sorted(shapes)]
     on_card, on_host = (
         max(expert.scratch_nbytes(sizes.dtype, has_card) for expert in experts)
         for has_card in (True, False)
-    )
-    layer_nbytes = tuple(
-        nbytes - n_saved for nbytes, n_saved in zip(sizes.layer_nbytes, saved, strict=True)
     )
     return replace(
         sizes, layer_nbytes=layer_nbytes, view_nbytes=on_card, host_view_nbytes=on_host,

@@ -38,17 +38,13 @@ def survey(machine: Machine) -> list[Prospect]:
     """Predict the models of `PAIRS`; weights as published, 2048 tokens of context."""
     prospects = []
     for model, draft in PAIRS.items():
-        plain = _predict(model, None, machine)
-        drafted = None if draft is None else _predict(model, draft, machine)
-        fitting = [forecast for forecast in (plain, drafted) if forecast is not None]
-        best = min(fitting, key=lambda forecast: forecast.run.seconds_per_token, default=None)
-        plain_rate = None if plain is None else 1 / plain.run.seconds_per_token
-        if best is None:
-            prospects.append(Prospect(model, None, plain_rate, None, "does not fit"))
-            continue
-        best_draft = draft if best is drafted else None
-        rate = 1 / best.run.seconds_per_token
-        prospects.append(Prospect(model, best_draft, plain_rate, rate, best.verdict))
+        drafts = (None, draft) if draft else (None,)
+        forecasts = {name: _predict(model, name, machine) for name in drafts}
+        rates = {name: 1 / f.run.seconds_per_token for name, f in forecasts.items() if f}
+        best = max(rates, key=rates.__getitem__, default=None)
+        forecast = forecasts[best]
+        verdict = forecast.verdict if forecast else "does not fit"
+        prospects.append(Prospect(model, best, rates.get(None), rates.get(best), verdict))
     return prospects
 
 

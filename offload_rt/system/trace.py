@@ -98,11 +98,9 @@ class Trace:
         start = spans[0].start_s if spans else 0.0
         events = [event for i, lane in enumerate(lanes) for event in _titles(i, lane)]
         for lane, name, start_s, end_s in spans:
-            times = {
-                "ts": round((start_s - start) * 1e6, 1),
-                "dur": round((end_s - start_s) * 1e6, 1),
-            }
-            events.append({"ph": "X", "name": name, "pid": 0, "tid": lanes.index(lane), **times})
+            ts, dur = (round(s * 1e6, 1) for s in (start_s - start, end_s - start_s))
+            event = {"ph": "X", "name": name, "pid": 0, "tid": lanes.index(lane)}
+            events.append({**event, "ts": ts, "dur": dur})
         write_atomically(path, json.dumps({"traceEvents": events, "otherData": {"format": FORMAT}}))
 
 

@@ -37,9 +37,8 @@ def _load_disk(job: Job, is_assisted: bool) -> TransformersPeer:
         n_resident = max(n_resident - ceil(draft_nbytes / (model_nbytes / n_layers)), 0)
     here = 0 if torch.cuda.is_available() else "cpu"
     where = {f"model.layers.{i}": here if i < n_resident else "disk" for i in range(n_layers)}
-    where |= dict.fromkeys(
-        ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), here
-    )
+    tables = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    where |= dict.fromkeys(tables, here)
     folder = tempfile.mkdtemp(dir=job.scratch)
     model = AutoModelForCausalLM.from_pretrained(
         job.plain, device_map=where, offload_folder=folder, dtype="auto"
@@ -74,9 +73,8 @@ def _on_cuda(model: PreTrainedModel, job: Job) -> TransformersPeer:
         max_memory={0: job.budget, "cpu": 1 << 42},
         no_split_module_classes=model._no_split_modules,
     )
-    n_streamed = sum(
-        where.get(f"model.layers.{i}") == "cpu" for i in range(len(model.model.layers))
-    )
+    layers = range(len(model.model.layers))
+    n_streamed = sum(where.get(f"model.layers.{i}") == "cpu" for i in layers)
     moved = n_streamed * layer_nbytes(model)
     dispatch_model(model, where, main_device=0, state_dict=pinned)
     return TransformersPeer(model, Supply("host", moved))

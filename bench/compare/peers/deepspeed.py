@@ -62,10 +62,8 @@ def open_engine(job: Job, offload: dict[str, object], source: str) -> DeepSpeedP
     model = AutoModelForCausalLM.from_pretrained(job.plain, dtype="auto").eval()
     # Fetch complete layers instead of their nine tensors separately.
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
-    n_moved = (
-        sum(parameter.ds_numel for parameter in model.parameters())
-        - model.get_input_embeddings().weight.ds_numel
-    )
+    n_embedded = model.get_input_embeddings().weight.ds_numel
+    n_moved = sum(parameter.ds_numel for parameter in model.parameters()) - n_embedded
     engine = deepspeed.initialize(model=model, config=settings)[0]
     engine.module.eval()
     return DeepSpeedPeer(engine, Supply(source, n_moved * config.dtype.itemsize), kept)
@@ -132,11 +130,8 @@ def _lacks_io() -> str | None:
     built = subprocess.run(
         probe, input=b"#include <libaio.h>\nint main() {}", capture_output=True, check=False
     )
-    return (
-        "its I/O extension needs libaio (libaio-dev), which is not installed"
-        if built.returncode
-        else None
-    )
+    lacking = "its I/O extension needs libaio (libaio-dev), which is not installed"
+    return lacking if built.returncode else None
 
 
 def _compile() -> None:

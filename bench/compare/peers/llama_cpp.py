@@ -87,11 +87,9 @@ def load(job: Job, draft: Path | None = None) -> LlamaCppPeer:
     records = read_gguf(job.gguf)[1]
     is_read = {"model.embed_tokens.weight": "lm_head.weight" not in records}
     nbytes = sum(record.nbytes for name, record in records.items() if is_read.get(name, True))
-    supply = (
-        Supply("memory", nbytes)
-        if job.limit is None
-        else Supply("disk", max(nbytes - job.limit, 0))
-    )
+    supply = Supply("memory", nbytes)
+    if job.limit is not None:
+        supply = Supply("disk", max(nbytes - job.limit, 0))
     settings = {
         "package": str(_package() / "dist/index.js"),
         "path": str(job.gguf),

@@ -12,10 +12,9 @@ class OffloadPeer:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        source, moved = max(llm.plan.pass_bytes.streamed, key=lambda pair: pair[1])
-        self.supply = (
-            Supply(source, moved) if moved else Supply("memory", llm.plan.pass_bytes.computed)
-        )
+        moved = llm.plan.pass_bytes
+        source, nbytes = max(moved.streamed, key=lambda pair: pair[1])
+        self.supply = Supply(source, nbytes) if nbytes else Supply("memory", moved.computed)
 
     def generate(self, prompt: list[int], n: int) -> Answer:
         """Continue a prompt greedily; see `Peer`."""

@@ -61,9 +61,7 @@ class TransformersPeer:
         self.supply = supply
         self._model = model
         self._cold = cold
-        self._options: dict[str, Any] = (
-            {"assistant_model": assistant} if assistant is not None else {}
-        )
+        self._options: dict[str, Any] = {"assistant_model": assistant} if assistant else {}
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], n: int) -> Answer:
@@ -88,11 +86,9 @@ def device() -> str:
 
 def nbytes(model: PreTrainedModel) -> int:
     """Bytes of all weights a pass reads; of the embedding it reads a row for each token only."""
-    embedding = model.get_input_embeddings().weight
+    total = sum(parameter.nbytes for parameter in model.parameters())
     tied = model.config.tie_word_embeddings
-    return sum(parameter.nbytes for parameter in model.parameters()) - (
-        0 if tied else embedding.nbytes
-    )
+    return total if tied else total - model.get_input_embeddings().weight.nbytes
 
 
 def layer_nbytes(model: PreTrainedModel) -> int:

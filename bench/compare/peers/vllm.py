@@ -49,9 +49,8 @@ def load(job: Job) -> VllmPeer:
     """
     from vllm import LLM
 
-    n_layers = json.loads((job.model / "config.json").read_text(encoding="utf-8"))[
-        "num_hidden_layers"
-    ]
+    config = json.loads((job.model / "config.json").read_text(encoding="utf-8"))
+    n_layers = config["num_hidden_layers"]
     size, n_streamed = _group((n_layers - job.n_resident) / n_layers)
     share = job.budget / torch.cuda.get_device_properties(0).total_memory
     llm = LLM(
@@ -67,11 +66,8 @@ def _group(share: float) -> tuple[int, int]:
     """Size of a group and how many of it are streamed: the least share that is not below this
     one.
     """
-    choices = [
-        (ceil(share * size) / size, size, ceil(share * size))
-        for size in range(1, _MOST_IN_GROUP + 1)
-    ]
-    return min(choices)[1:]
+    sizes = range(1, _MOST_IN_GROUP + 1)
+    return min((ceil(share * n) / n, n, ceil(share * n)) for n in sizes)[1:]
 
 
 def _lacks_card() -> str | None:
