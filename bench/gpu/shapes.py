@@ -74,7 +74,7 @@ def opened(
     target: Path, n_layers: int, draft: tuple[Path, int] | None = None, **settings: object
 ) -> Iterator[LLM]:
     """An LLM over a repeated target and, if one is given, a repeated draft with its number of
-    layers.
+    layers; on the GPU in bfloat16 by default.
 
     Repeated layers are held once by the host, so all of them fit.
     """

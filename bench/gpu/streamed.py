@@ -6,15 +6,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu.shapes import (
-    BUDGET,
-    TARGET,
-    opened,
-    park,
-    plan_of,
-    random_tree,
-    written,
-)
+from bench.gpu.shapes import BUDGET, TARGET, opened, park, plan_of, random_tree, written
 from offload_rt.engine.profile import upload_gbps
 
 EXPECTED_S = 90

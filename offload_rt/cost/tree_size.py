@@ -43,16 +43,6 @@ class DraftLimits:
     fixed_size: bool = False
     fixed_depth: bool = False
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Node counts to compare, ascending."""
-        return np.array([self.n_nodes]) if self.fixed_size else sizes_up_to(self.n_nodes)
-
-    @property
-    def min_levels(self) -> int:
-        """Minimum levels to compare."""
-        return self.n_levels if self.fixed_depth else 1 + self.fixed_size
-
 
 @dataclass(frozen=True)
 class TreeChoice:
@@ -74,15 +64,15 @@ def select_tree(
     step_s    seconds of drafting and verifying trees: sizes (m,) -> (m, n_levels) or (m, 1)
     Returns the smallest size within 1 % of the best, with its best number of levels.
     """
-    sizes = limits.sizes
+    sizes = np.array([limits.n_nodes]) if limits.fixed_size else sizes_up_to(limits.n_nodes)
     per_token = step_s(sizes) / expected[sizes, 1 : limits.n_levels + 1]
-    per_token[:, : limits.min_levels - 1] = np.inf
+    if limits.fixed_depth:
+        per_token[:, :-1] = np.inf
     per_token[sizes > 1, 0] = np.inf  # the first level holds only the root
     row = _first_good(per_token.min(1))
-    column = int(per_token[row].argmin())
-    n_nodes, n_levels = int(sizes[row]), column + 1
+    n_nodes, n_levels = int(sizes[row]), int(per_token[row].argmin()) + 1
     n_tokens = float(expected[n_nodes, n_levels])
-    return TreeChoice(n_nodes, n_levels, n_tokens, float(per_token[row, column]))
+    return TreeChoice(n_nodes, n_levels, n_tokens, float(per_token[row].min()))
 
 
 def best_prefix(chances: np.ndarray, pass_s: np.ndarray, n_trees: int = 1) -> int:
@@ -200,8 +190,7 @@ class Calibration(_Ratios):
 
     def chances(self, probabilities: np.ndarray) -> np.ndarray:
         """Return the probability of being the target's choice, in the shape of `probabilities`."""
-        ratio = self.ratios()
-        factors = ratio[np.searchsorted(self.EDGES, probabilities)]
+        factors = self.ratios()[np.searchsorted(self.EDGES, probabilities)]
         return np.asarray(np.minimum(probabilities * factors, 1.0))
 
     def ratios(self, prior: float = 1.0) -> np.ndarray:

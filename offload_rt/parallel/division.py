@@ -94,11 +94,8 @@ class Division:
         return division
 
     def _read_plan(self) -> None:
-        plan = {
-            name.removeprefix(_LAYERS): style
-            for name, style in self.whole.tp_plan.items()
-            if _LAYERS in name
-        }
+        names = self.whole.tp_plan.items()
+        plan = {name.removeprefix(_LAYERS): style for name, style in names if _LAYERS in name}
         layers = [self.whole.layer_tensors(i) for i in range(self.whole.n_layers)]
         mixture = self.whole.mixture
         for i in mixture.layers if mixture else ():
@@ -134,9 +131,8 @@ class Division:
             return style._replace(dim=0) if self.is_exact else style
         owner = module if len(shape) == 1 else module.rpartition(".")[0]
         is_of_heads = shape[:1] != () and shape[0] in n_heads  # sinks and per-head norms
-        return (
-            STYLES["colwise"] if is_of_heads and plan.get(f"{owner}.q_proj") == "colwise" else None
-        )
+        is_cut = is_of_heads and plan.get(f"{owner}.q_proj") == "colwise"
+        return STYLES["colwise"] if is_cut else None
 
     def _n_heads(
         self, layers: Sequence[Sequence[TensorShape]], plan: Mapping[str, str]
@@ -163,13 +159,13 @@ class Division:
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         """Return this rank's shard of a tensor; None for a replicated tensor."""
-        style = self.styles.get(module_of(name))
         if self.owners.get(name, 0) is None:
             return Cut(0, self.experts.start, len(self.experts))
+        style = self.styles.get(module_of(name))
         if style is None or (style.dim == 1 and len(shape) == 1):
             return None
-        n = shape[style.dim]
         at = style.dim
+        n = shape[at]
         if style.is_table:
             n_part = -(-n // self.size)
             return Cut(0, n_part * self.rank, min(n_part, n - n_part * self.rank))
@@ -189,10 +185,10 @@ class Division:
 
     def shapes(self, tensors: Sequence[TensorShape]) -> tuple[TensorShape, ...]:
         """Return the shapes of this rank's shards, without tensors of further ranks."""
-        cuts = [(tensor, self.cut(*tensor)) for tensor in tensors if self.has(tensor.name)]
+        owned = (tensor for tensor in tensors if self.has(tensor.name))
+        cuts = ((tensor, self.cut(*tensor)) for tensor in owned)
         return tuple(
-            tensor if cut is None else TensorShape(tensor.name, cut.shape(tensor.shape))
-            for tensor, cut in cuts
+            each._replace(shape=cut.shape(each.shape)) if cut else each for each, cut in cuts
         )
 
     def has(self, name: str) -> bool:

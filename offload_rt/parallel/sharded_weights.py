@@ -50,11 +50,9 @@ def divide(checkpoint: Checkpoint, model: TensorParallelModel) -> Checkpoint:
         matrices = {name: matrix for part in shards for name, matrix in part.matrices.items()}
         return BlockRecord(records, matrices)
 
-    layers = tuple(
-        block(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers)
-    )
+    layers = [block(whole.layer_tensors(i), whole.layer_prefix(i)) for i in range(whole.n_layers)]
     non_layer = block(whole.non_layer_tensors())
-    return replace(checkpoint, spec=model, layers=layers, non_layer=non_layer)
+    return replace(checkpoint, spec=model, layers=tuple(layers), non_layer=non_layer)
 
 
 def shard_checkpoint(checkpoint: Checkpoint, rank: int, size: int, is_exact: bool) -> Checkpoint:
@@ -77,15 +75,15 @@ def shard(
     first = cut.first if cut.dim == 0 else 0
     shard_source = Source(records, source.prefix, (source, shape, first))
     part = format.stored(name, cut.shape(shape), None, shard_source)
-    larger: tuple[StoredTensor, ...] | None = None
+    shapes: list[tuple[int, ...] | None] = [None] * len(whole.tensors)
     # If sizes increase in whole groups, a larger shard is not storable.
     with suppress(CheckpointError):
-        larger_cut = cut._replace(n=cut.n + 1)
-        larger = format.stored(name, larger_cut.shape(shape), None, shard_source).tensors
-    shapes = [None] * len(whole.tensors) if larger is None else [piece.shape for piece in larger]
+        larger_shape = cut._replace(n=cut.n + 1).shape(shape)
+        larger = format.stored(name, larger_shape, None, shard_source)
+        shapes = [piece.shape for piece in larger.tensors]
     tensors = tuple(
-        _cut_record(record, piece, cut, shape[cut.dim], larger_shape)
-        for record, piece, larger_shape in zip(whole, part.tensors, shapes, strict=True)
+        _cut_record(record, piece, cut, shape[cut.dim], larger_piece)
+        for record, piece, larger_piece in zip(whole, part.tensors, shapes, strict=True)
     )
     matrices = {name.removesuffix(".weight"): part} if isinstance(part, Matrix) else {}
     return BlockRecord(tensors, matrices)

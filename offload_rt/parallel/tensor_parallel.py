@@ -49,15 +49,8 @@ class TensorParallelModel(ModelPart):
         """Create the shard of `ranks.rank`."""
         sizes = {item.name: getattr(whole, item.name) for item in fields(Architecture)}
         division = Division.of_rank(whole, ranks.rank, ranks.size, is_exact)
-        model = cls(
-            **sizes,
-            whole=whole,
-            rank=ranks.rank,
-            size=ranks.size,
-            is_exact=is_exact,
-            ranks=ranks,
-            division=division,
-        )
+        sizes |= {"whole": whole, "rank": ranks.rank, "size": ranks.size, "ranks": ranks}
+        model = cls(**sizes, is_exact=is_exact, division=division)
         return replace(model, n_kv_heads=model.kv_shapes[0].n_heads)
 
     def of_rank(self, weights: LayerWeights) -> "DividedWeights":
@@ -78,12 +71,10 @@ class TensorParallelModel(ModelPart):
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """KV heads of this rank; ranks share KV heads if there are fewer heads than ranks."""
         styles = self.division.styles.items()
+        shapes = self.whole.kv_shapes
         if not any(is_attention(name) and style.gives_part for name, style in styles):
-            return self.whole.kv_shapes
-        return tuple(
-            shape._replace(n_heads=max(shape.n_heads // self.size, 1))
-            for shape in self.whole.kv_shapes
-        )
+            return shapes
+        return tuple(each._replace(n_heads=max(each.n_heads // self.size, 1)) for each in shapes)
 
     @property
     def mixture(self) -> Mixture | None:
@@ -97,11 +88,8 @@ class TensorParallelModel(ModelPart):
     def expert_names(self, i: int) -> Mapping[str, int | None]:
         """Return module names of this rank's experts, numbered from 0."""
         numbers = {expert: n for n, expert in enumerate(self.division.experts)} | {None: None}
-        return {
-            name: numbers[expert]
-            for name, expert in self.whole.expert_names(i).items()
-            if expert in numbers
-        }
+        names = self.whole.expert_names(i).items()
+        return {name: numbers[expert] for name, expert in names if expert in numbers}
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         return self.division.shapes(self.whole.layer_tensors(i))
@@ -129,15 +117,12 @@ class TensorParallelModel(ModelPart):
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Compute the complete embedding on all ranks together."""
         return self.whole.embed(self.of_rank(weights), ids, row_inputs)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Apply the complete layer on all ranks together."""
         return self.whole.layer(i, self.of_rank(weights), x, context)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Compute complete logits on all ranks together."""
         return self.whole.head(self.of_rank(weights), x)
 
     def flops(self, i: int, n_rows: int, context: int) -> float:

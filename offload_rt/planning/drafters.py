@@ -79,7 +79,7 @@ class PublishedDrafter:
             head = parse_head(None, target.spec)
         else:
             head = parse_head(self._config(target.spec), target.spec) if self.shape else None
-        return head and Sizes.of_spec(head, target.dtype)
+        return None if head is None else Sizes.of_spec(head, target.dtype)
 
     def figure(self, temperature: float) -> dict[str, Any] | None:
         """Return the figure at the nearest temperature; None without figures."""

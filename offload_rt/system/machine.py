@@ -15,20 +15,16 @@ _CGROUPS = {
 
 def memory_limit() -> int:
     """Return the memory limit of this process: machine, container or address space."""
-    of_groups = (limit for _, limit, _ in _cgroups())
-    of_process = (
-        resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    )
-    limits = [limit for limit in (*of_groups, *of_process) if limit != resource.RLIM_INFINITY]
-    return min([int(psutil.virtual_memory().total), *limits])
+    limits = [limit for _, limit, _ in _cgroups()]
+    limits += [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    finite = (limit for limit in limits if limit != resource.RLIM_INFINITY)
+    return min([int(psutil.virtual_memory().total), *finite])
 
 
 def cache_nbytes() -> int:
     """Return the bytes of the largest cache of the first core; 0 if unknown."""
-    sizes = (
-        _lines(path)[0] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    )
-    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(_lines(path)[0].removesuffix("K")) << 10 for path in paths), default=0)
 
 
 def busy_cpus() -> float:
@@ -52,9 +48,8 @@ def cards() -> list[str]:
 
 def memory_free() -> int:
     """Return the bytes this process may allocate without swapping or exceeding its container."""
-    free = min(
-        psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss
-    )
+    resident = psutil.Process().memory_info().rss
+    free = min(psutil.virtual_memory().available, memory_limit() - resident)
     for folder, limit, usage in _cgroups():
         stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
         # Usage includes page cache, which the kernel reclaims on demand.
@@ -67,9 +62,8 @@ def _cgroups() -> Iterator[tuple[Path, int, int]]:
     """Yield folder, limit and usage in bytes of the control groups of this process."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
-        for root, limit_name, usage_name in (
-            _CGROUPS[name] for name in controllers.split(",") if name in _CGROUPS
-        ):
+        for name in _CGROUPS.keys() & controllers.split(","):
+            root, limit_name, usage_name = _CGROUPS[name]
             folder = root / path.strip("/")
             for group in (folder, *folder.parents):
                 limit = _read_number(group / limit_name) if group.is_relative_to(root) else None

@@ -96,7 +96,11 @@ class Trace:
             spans = sorted([*self._spans, *lasting], key=lambda span: span.start_s)
         lanes = sorted({span.lane for span in spans}, key=lane_order)
         start = spans[0].start_s if spans else 0.0
-        events = [event for i, lane in enumerate(lanes) for event in _titles(i, lane)]
+        events: list[dict[str, object]] = []
+        for i, lane in enumerate(lanes):
+            of_lane = {"ph": "M", "pid": 0, "tid": i}
+            events.append({**of_lane, "name": "thread_name", "args": {"name": lane}})
+            events.append({**of_lane, "name": "thread_sort_index", "args": {"sort_index": i}})
         for lane, name, start_s, end_s in spans:
             ts, dur = (round(s * 1e6, 1) for s in (start_s - start, end_s - start_s))
             event = {"ph": "X", "name": name, "pid": 0, "tid": lanes.index(lane)}
@@ -108,11 +112,3 @@ def lane_order(lane: str) -> tuple[int, str]:
     """Return the sort key of a lane: from disk to verification."""
     kind = lane.partition(",")[0]
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), lane)
-
-
-def _titles(i: int, lane: str) -> list[dict[str, object]]:
-    """Return metadata events for the name and order of a lane."""
-    return [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": lane}},
-        {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": i, "args": {"sort_index": i}},
-    ]

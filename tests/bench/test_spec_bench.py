@@ -38,10 +38,7 @@ def test_questions_are_spaced_evenly_and_figures_are_ratios_of_sums(questions):
     chosen = spec_bench.questions_of(questions, per_category=3, skip=1)
     assert chosen == {"mt_bench": ["coding 1", "coding 3", "coding 5"], "translation": []}
     sums = Sums()
-    for tokens, passes, seconds, plain_s in ((10, 5, 1.0, 4.0), (20, 5, 2.0, 2.0)):
-        part = Sums()
-        part.tokens, part.passes, part.seconds, part.plain_s = tokens, passes, seconds, plain_s
-        part.ratios = (plain_s / seconds,)
+    for part in (Sums(10, 5, 1.0, 4.0, (4.0,)), Sums(20, 5, 2.0, 2.0, (1.0,))):
         sums.add(part)
     figures = (3.0, 10.0, 2.0, 1.0)
     names = "tokens_per_pass", "tokens_per_second", "times_plain", "least_times_plain"

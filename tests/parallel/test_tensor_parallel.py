@@ -21,6 +21,7 @@ from support.thread_ranks import (
     Board,
     ThreadRanks,
     divided_tokens,
+    opened,
     together,
     tokens_of,
 )
@@ -265,6 +266,9 @@ def test_draft_model_can_be_divided(pair, monkeypatch, split, is_exact):
     assert cut.count(Path(settings["draft_model"])) == n_cut
 
 
+TREES = {"max_model_len": 64, "tree_size": 16, "tree_depth": 5}
+
+
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
@@ -282,10 +286,7 @@ def places(
         return parts_s[MINE.ranks.rank] if is_part(draft.checkpoint) else whole_s
 
     monkeypatch.setattr(DraftSpec, "level_seconds", level_seconds)
-    settings = {
-        "device": "cpu", "draft_model": str(pair.draft), "max_model_len": 64, "tree_size": 16,
-        "tree_depth": 5,
-    } | settings  # fmt: skip
+    settings = {"device": "cpu", "draft_model": str(pair.draft)} | TREES | settings
     target_id, draft_id = (open_checkpoint(path).identity for path in (pair.target, pair.draft))
 
     def work() -> str:
@@ -313,20 +314,6 @@ def test_draft_placement_minimises_the_level_time(pair, monkeypatch, seconds, pl
         places(pair, monkeypatch, *seconds, split_draft="on", learn_draft="on")
 
 
-def planned(pair: Pair, split: str, **settings: Any) -> Plan:
-    """Return the placement of rank 0 with memory for all layers."""
-    config = EngineConfig(
-        str(pair.target), str(pair.draft), "cpu", max_model_len=64, tree_size=16, tree_depth=5,
-        split_draft=split, **settings,
-    )  # fmt: skip
-
-    def work() -> Plan:
-        with LLM.open(config) as llm:
-            return llm.plan
-
-    return together(2, work)[0]
-
-
 def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
     """A whole draft on rank 0 may leave no slots or more bytes to read."""
     measure_little(monkeypatch)
@@ -336,10 +323,14 @@ def test_draft_placement_counts_the_memory_of_the_target(tmp_path, monkeypatch):
     pair = save_pair(tmp_path, *models)
     drafted = (1e-4, 1.1e-4, 1.1e-4)
     part = ["part", "part"]
-    divided, exact, whole = (
-        planned(pair, "on"),
-        *(planned(pair, split, exact_parallel=True) for split in ("on", "off")),
-    )
+
+    def planned(split: str, is_exact: bool = True) -> Plan:
+        """Return the placement of rank 0 with memory for all layers."""
+        models = str(pair.target), str(pair.draft), "cpu"
+        config = EngineConfig(*models, split_draft=split, exact_parallel=is_exact, **TREES)
+        return opened(lambda: config, lambda llm: llm.plan)[0]
+
+    divided, exact, whole = planned("on", False), planned("on"), planned("off")
     with monkeypatch.context() as patch:
         patch.setattr(profile, "link_gbps", lambda *_, **__: 1e3)
         assert places(pair, monkeypatch, *drafted, device_memory=divided.device_nbytes) == part
@@ -423,15 +414,21 @@ def test_ranks_stream_converted_weights(tmp_path, monkeypatch, flags):
             llm.load()
             return tokens_of(llm, prompt_of(0))
 
-    def look() -> str:
-        with LLM.open(streamed(path, sidecar=str(tmp_path))) as llm:
-            assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
-            return llm.spec.notice
-
     assert together(2, work)[0] == generate(model, prompt_of(0), 16)
     prefer(monkeypatch, not is_exact)
     words = "passes are faster so than from what offload-rt convert has written"
-    assert all(words in notice for notice in together(2, look))
+    config = partial(streamed, path, sidecar=str(tmp_path))
+    assert all(words in notice for notice in notices(config))
+
+
+def notices(config: Callable[[], EngineConfig]) -> set[str]:
+    """Return the notices of two ranks that read the original checkpoint."""
+
+    def notice(llm: LLM) -> str:
+        assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
+        return llm.spec.notice
+
+    return {*opened(config, notice)}
 
 
 @pytest.mark.slow
@@ -465,33 +462,25 @@ def test_cuda_rank_streams_converted_weights(tmp_path, monkeypatch, flags, where
 
 def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     """Of other ranks, of another cut, of a model that has changed, and none at all."""
-
-    def notices(path: Path, **settings: Any) -> set[str]:
-        def work() -> str:
-            with LLM.open(config_for(path, **settings)) as llm:
-                assert llm.spec.target.link.sidecar is None and llm.spec.target.link.layers is None
-                return llm.spec.notice
-
-        return set(together(2, work))
-
     shutil.copytree(pair.target, path := tmp_path / "m")
-    assert notices(path) == {""}
+    config = partial(config_for, path)
+    assert notices(config) == {""}
     convert_for_ranks(path, "--exact-parallel")
     convert_for_ranks(path, size=4)
     said = (
         f"weights are transferred raw: no sidecar in {path}/raw-2/rank-0: has lossless-2-exact,"
         " lossless-4; run `offload-rt convert --ranks 2` first, or use --link-format raw"
     )
-    assert notices(path) == {said, said.replace("rank-0", "rank-1")}
-    assert notices(path, link_format="raw") == {""}
+    assert notices(config) == {said, said.replace("rank-0", "rank-1")}
+    assert notices(partial(config, link_format="raw")) == {""}
     for settings, words in (
         ({"link_format": "lossless"}, r"lossless-2/rank-[01]: has lossless-2-exact, lossless-4; "),
         ({"sidecar": str(tmp_path)}, r"no sidecar in .*raw-2/rank-[01]; "),
     ):
         with pytest.raises(CheckpointError, match=words + "run"):
-            notices(path, **settings)
-    lossless = config_for(path, link_format="lossless", exact_parallel=True)
-    assert all(together(2, lambda: LLM.open(lossless).spec.target.link.sidecar))
+            notices(partial(config, **settings))
+    lossless = partial(config, link_format="lossless", exact_parallel=True)
+    assert all(opened(lossless, lambda llm: llm.spec.target.link.sidecar))
     convert_for_ranks(path)
     weights = next(path.glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
@@ -500,7 +489,7 @@ def test_sidecars_of_other_runs_are_reported_and_ignored(pair, tmp_path):
     content[record.start : record.stop] = bytes(record.stop - record.start)
     weights.write_bytes(content)
     words = "is not layer 0 of this checkpoint; run `offload-rt convert` again"
-    assert all(words in notice for notice in notices(path))
+    assert all(words in notice for notice in notices(config))
 
 
 def test_convert_reports_unsupported_formats(tmp_path, capfd):
@@ -541,16 +530,10 @@ def test_disk_layers_are_divided_in_the_faster_way(
         " offload-rt convert --ranks 2"
     )
 
-    def work() -> tuple[bool, bool]:
-        with LLM.open(streamed(path)) as llm:
-            return llm.spec.target.checkpoint.spec.is_exact, vain in llm.spec.notice
-
-    assert together(2, work) == [(is_exact, not is_exact)] * 2
-
-
-def test_weights_without_output_parts_are_divided_by_inputs(tmp_path, monkeypatch):
-    path, _ = quantised(tmp_path, None, num_hidden_layers=4)
-    prefer(monkeypatch, is_exact=True)
+    config = partial(streamed, path)
+    told = opened(config, lambda llm: (is_cut_exactly(llm), vain in llm.spec.notice))
+    assert told == [(is_exact, not is_exact)] * 2
+    # Weights without parts by outputs are divided by inputs.
     divide = ranks_spec.divide
 
     def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
@@ -559,12 +542,11 @@ def test_weights_without_output_parts_are_divided_by_inputs(tmp_path, monkeypatc
         return divide(checkpoint, model)
 
     monkeypatch.setattr(ranks_spec, "divide", by_inputs)
+    assert opened(config, is_cut_exactly) == [False] * 2
 
-    def work() -> bool:
-        with LLM.open(streamed(path)) as llm:
-            return llm.spec.target.checkpoint.spec.is_exact
 
-    assert together(2, work) == [False] * 2
+def is_cut_exactly(llm: LLM) -> bool:
+    return llm.spec.target.checkpoint.spec.is_exact
 
 
 def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
@@ -573,18 +555,18 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     convert_for_ranks(path, "--link-format", "raw")
     prefer(monkeypatch, is_exact=True)
 
-    def work(*more: int) -> str:
+    def work(*more: int) -> bool | str:
         config = least_of(config_for(path))
         config = replace(config, device_memory=config.device_memory + more[MINE.ranks.rank])
         try:
             with LLM.open(config) as llm:
-                return "outputs" if llm.spec.target.checkpoint.spec.is_exact else "inputs"
+                return is_cut_exactly(llm)
         except CapacityError as error:
             return str(error)
 
     n = 1 << 18
-    assert together(2, lambda: work(n, n)) == ["outputs"] * 2
-    assert together(2, lambda: work(0, n)) == ["inputs"] * 2
+    assert together(2, lambda: work(n, n)) == [True] * 2
+    assert together(2, lambda: work(0, n)) == [False] * 2
     message, short = together(2, lambda: work(n, -n))
     assert message.startswith("another rank has too little memory")
     assert short.startswith("the device memory budget is too")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.config import EngineConfig
 from support.tiny import open_llm
 
 MINE = threading.local()
@@ -118,6 +119,16 @@ def together(size: int, work: Callable[[], Any]) -> list[Any]:
     if errors:
         raise (causes or errors)[0]
     return results
+
+
+def opened(config: Callable[[], EngineConfig], read: Callable[[LLM], Any]) -> list[Any]:
+    """Open a model on two ranks without loading it; return what `read` returns on each."""
+
+    def work() -> Any:
+        with LLM.open(config()) as llm:
+            return read(llm)
+
+    return together(2, work)
 
 
 def tokens_of(llm: LLM, prompt: list[int], n: int = 16, **params: Any) -> list[int]:
