@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.plans import known_request, planned
 from support.tiny import measure_little
 
 from offload_rt import LLM
@@ -33,7 +33,7 @@ from offload_rt.planning import local
 from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import Alternatives, Sweep, sweep
 from offload_rt.planning.drafters import RankedDrafter
-from offload_rt.planning.forecast import PlanRequest, predict
+from offload_rt.planning.forecast import predict
 from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, known_name
 from offload_rt.planning.local import measure_roof
@@ -45,29 +45,10 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 DEMO, DEMO_DRAFT = str(MODELS / "demo-target"), str(MODELS / "demo-draft")
 NO_CHECKPOINTS = ("", "")
 CARD = ["--gpu", "rtx4090", "--ram", "160GB"]
+MACHINE = Machine.with_card(find_card("rtx4090"), 64 * 10**9, 7.0)
 PAIR = ["--model", "llama2-70b", "--draft-model", "llama2-7b"]
 # The settings of Sequoia's measurement.
 PUBLISHED = ["--drafter", "static_tree", "--draft-quantize", "none"]
-
-
-def request(
-    target: str = "llama2-70b", draft: str | None = "llama2-7b", context: int = 128, **settings: Any
-) -> PlanRequest:
-    settings = {"draft_quantize": "none", **settings}
-    config = EngineConfig(target, draft, drafter="static_tree" if draft else "none", **settings)
-    specs = [parse_architecture(KNOWN[name]) for name in (target, draft or target)]
-    sizes = [Sizes.of_spec(spec, DType.FLOAT16) for spec in specs]
-    acceptance = assume("auto", NO_CHECKPOINTS, (target, draft or ""), 0.0)
-    return PlanRequest(config, (sizes[0], sizes[1] if draft else None), acceptance, context, 16)
-
-
-def machine(card: str = "rtx4090", ram: int = 160 * 10**9, **more: Any) -> Machine:
-    return Machine.with_card(find_card(card), ram, 7.0, **more)
-
-
-def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert plan.main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -171,7 +152,7 @@ def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
 def test_captured_passes_are_counted_on_cuda(nbytes, captures_target):
     """Activations of target and draft share a pool that serves no other pass."""
     engine = EngineConfig("x", tree_size=100, max_model_len=512)
-    sizes = request().models
+    sizes = known_request().models
     captured = sizes if captures_target else sizes[1:]
     pools = [model.view_nbytes + model.spec.scratch_nbytes(96, 96, 2) for model in captured]
     drafting = pick_drafter(replace(engine, drafter="recycle"))
@@ -230,7 +211,7 @@ def test_plan_reports_link_share_and_level_time(capsys):
 
 def test_plan_fits_a_narrow_terminal(monkeypatch, capsys):
     """No line is too long, and no character is missing."""
-    forecast = predict(request("llama2-70b", "llama2-7b"), machine(ram=64 * 10**9))
+    forecast = predict(known_request(), MACHINE)
     drafter = RankedDrafter("eagle", "publisher/a-long-name-without-spaces", 9**9, forecast, "?")
     others = Alternatives(
         formats={"fp8, blocks 128x128": {"none": forecast, "draft model": None, "self": forecast}},
@@ -261,7 +242,7 @@ def test_ram_describes_another_machine(monkeypatch):
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
 def test_more_memory_is_never_slower(over):
-    points = sweep(over, request(draft=None, max_model_len=512), machine(ram=64 * 10**9)).points
+    points = sweep(over, known_request(draft=None, max_model_len=512), MACHINE).points
     seconds = [forecast.run.seconds_per_token for _, forecast in points if forecast is not None]
     if over == "ram":  # 137 GB of layers, until all fit
         assert [x for x, _ in points] == [16, 32, 64, 128, 256]

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import torch
 import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.plans import MIXTURE
+from support.plans import MIXTURE, known_request, known_sizes, planned, request
 from support.tiny import measure_little, open_unloaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,11 +22,10 @@ from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning import local
-from offload_rt.planning.acceptance import Assumed, assume, power_law
+from offload_rt.planning.acceptance import power_law
 from offload_rt.planning.drafters import compare, fitted_power, published
-from offload_rt.planning.forecast import PlanRequest, predict
+from offload_rt.planning.forecast import predict
 from offload_rt.planning.hardware import find_card
-from offload_rt.planning.known_models import KNOWN
 from offload_rt.planning.local import measure_roof
 from offload_rt.planning.machine import Machine
 from offload_rt.planning.sizes import copies, find_models, formats, is_plain
@@ -42,22 +39,8 @@ WIDE = {
 }  # fmt: skip
 
 
-def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert plan.main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def sizes_of(name: str) -> Sizes:
     return find_models(EngineConfig(name))[0]
-
-
-def request(
-    target: Sizes, draft: Sizes | None = None, drafter: str = "none", **settings: Any
-) -> PlanRequest:
-    acceptance = assume("auto", ("", ""), ("", drafter), 0.0)
-    return PlanRequest(
-        EngineConfig("m", drafter=drafter, **settings), (target, draft), acceptance, 128, 16
-    )
 
 
 @pytest.fixture
@@ -104,7 +87,7 @@ def test_self_draft_is_refused_for_general_models():
     target = Sizes.of_spec(parse_architecture(MIXTURE), DType.BFLOAT16)
     machine = Machine.with_card(find_card("l40"), 10**10, 7.0)
     with pytest.raises(UnsupportedModelError, match="draft for itself"):
-        predict(request(target, copies(target), "self"), machine)
+        predict(request(target, copies(target), drafter="self"), machine)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +233,6 @@ def test_short_context_is_reported_with_a_remedy(capsys):
 TARGETS = ("llama3.3-70b", "qwen3-32b", "qwen3.5-27b", "gpt-oss-120b")
 
 
-@cache
-def target_of(name: str) -> Sizes:
-    return Sizes.of_spec(parse_architecture(dict(KNOWN[name])), DType.BFLOAT16)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name", "gib"),
@@ -266,7 +244,7 @@ def target_of(name: str) -> Sizes:
 )
 def test_sizes_equal_the_published_files(target, name, gib):
     entry = next(entry for entry in published(target) if entry.name == name)
-    sizes = entry.sizes(target_of(target))
+    sizes = entry.sizes(known_sizes(target))
     assert sizes is not None and sizes.nbytes / 2**30 == pytest.approx(gib, abs=0.005)
 
 
@@ -289,10 +267,7 @@ def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.with_card(find_card("rtx4090"), 192 << 30, 7.0)
     for target in ("qwen3-32b", "qwen3.5-27b"):
-        config = EngineConfig(target, drafter="none")
-        nothing = Assumed(power_law(1.0), "")
-        request = PlanRequest(config, (target_of(target), None), nothing, 128, 128)
-        choices = compare(request, machine, 0.0)
+        choices = compare(known_request(target, None), machine, 0.0)
         names = {choice.drafter for choice in choices}
         assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & names
         assert all(choice.source for choice in choices)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.plans import known_sizes, planned, request
 from support.tiny import measure_little
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -18,15 +19,12 @@ from offload_rt.cli.format import format_speed
 from offload_rt.config import EngineConfig
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.models.families import parse_architecture
-from offload_rt.planning.acceptance import assume
 from offload_rt.planning.alternatives import expert_ways
 from offload_rt.planning.forecast import (
     ON_CPU,
     ON_DEMAND,
     WHOLE_LAYERS,
     Forecast,
-    PlanRequest,
     predict,
 )
 from offload_rt.planning.hardware import find_card
@@ -41,27 +39,17 @@ D, INNER, KV, VOCAB, LAYERS = 8192, 28672, 1024, 32000, 80
 FAST = Parallelism(2, gbps=1e9, via_link=False)
 
 
-def sizes(name: str = "llama2-70b") -> Sizes:
-    return Sizes.of_spec(parse_architecture(KNOWN[name]), DType.BFLOAT16)
+WHOLE = known_sizes("llama2-70b")
 
 
-def forecast(
-    ranks: Parallelism, draft: str | None = None, ram: int = 200 * 10**9, **settings: Any
-) -> Forecast:
-    target = ranks.part(sizes())
-    drafts = sizes(draft) if draft else None
-    if ranks.split_draft and drafts:
-        drafts = ranks.part(drafts)
-    settings = {"draft_quantize": "none", "drafter": "static_tree" if draft else "none"} | settings
-    config = EngineConfig("llama2-70b", draft, **settings)
-    acceptance = assume("auto", ("", ""), ("llama2-70b", draft or ""), 0.0)
-    machine = Machine.with_card(CARD, ram, 7.0).of_rank(ranks)
-    return predict(PlanRequest(config, (target, drafts), acceptance, 128, 16), machine)
+def forecast(ranks: Parallelism) -> Forecast:
+    machine = Machine.with_card(CARD, 200 * 10**9, 7.0).of_rank(ranks)
+    return predict(request(ranks.part(WHOLE), max_model_len=512), machine)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 32, 64])
 def test_rank_has_its_part_of_every_matrix_and_all_norms(n):
-    part = Parallelism(n).part(sizes())
+    part = Parallelism(n).part(WHOLE)
     keys = 2 * D * max(KV // n, 128)  # of 16 ranks every two have the same head
     by_hand = 2 * (2 * D * D // n + keys + 3 * D * INNER // n + 2 * D)
     assert part.layer_nbytes == (by_hand,) * LAYERS
@@ -89,23 +77,23 @@ def test_exchanged_bytes_equal_a_ring(n):
     def gathered(width: int) -> int:
         return width - width // n
 
-    part = Parallelism(n).part(sizes()).spec
+    part = Parallelism(n).part(WHOLE).spec
     head = 2 * gathered(VOCAB)
     assert Parallelism(n).received(part, 2) == 4 * (2 * LAYERS + 1) * summed(D) + head
     exact = LAYERS * (gathered(D) + gathered(D) + gathered(INNER) + gathered(D))
     whole_sums = Parallelism(n, exact=True)
-    assert whole_sums.received(whole_sums.part(sizes()).spec, 2) == 2 * exact + 4 * summed(D) + head
+    assert whole_sums.received(whole_sums.part(WHOLE).spec, 2) == 2 * exact + 4 * summed(D) + head
     # (2 + 3.5 + 1) numbers against 4, of two bytes against four of sums.
     assert 2 * exact / (4 * 2 * LAYERS * summed(D)) == pytest.approx(6.5 * 2 / (4 * 4))
 
 
 def test_two_ranks_move_half_the_layers_over_each_link():
-    single = forecast(Parallelism(), max_model_len=512)
-    two = forecast(FAST, max_model_len=512)
+    single = forecast(Parallelism())
+    two = forecast(FAST)
     resident = [result.memory_plan.plan.tiers.count("device") for result in (single, two)]
     assert resident[1] > 2 * resident[0]
     for n, result, k in zip((1, 2), (single, two), resident, strict=True):
-        nbytes = (LAYERS - k) * Parallelism(n).part(sizes()).layer_nbytes[0]
+        nbytes = (LAYERS - k) * Parallelism(n).part(WHOLE).layer_nbytes[0]
         assert result.moved == {"host": nbytes}
         assert result.plain.pass_s == pytest.approx(nbytes / 25e9, rel=0.01)
     # Half of the head as well.
@@ -116,18 +104,18 @@ def test_two_ranks_move_half_the_layers_over_each_link():
 
 
 def test_pipeline_has_room_for_more_layers_and_one_link():
-    single = forecast(Parallelism(), max_model_len=512)
-    row = forecast(Parallelism(8, 12.5, True, pipeline=True), max_model_len=512)
+    single = forecast(Parallelism())
+    row = forecast(Parallelism(8, 12.5, True, pipeline=True))
     assert single.bound.startswith("the host-to-card link") and row.moved == {}
     assert row.exchange_s == pytest.approx(7 * 20e-6 + 7 * 2 * D / 12.5e9)
     roof = row.machine.roof(DType.BFLOAT16, None)
-    assert row.plain.pass_s > sum(sizes().layer_nbytes) / roof.bandwidth  # one card after the other
+    assert row.plain.pass_s > sum(WHOLE.layer_nbytes) / roof.bandwidth  # one card after the other
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
     """By hand: gpt-oss gathers all attention matrices, and a row uses four experts."""
-    whole = sizes("gpt-oss-20b")
+    whole = known_sizes("gpt-oss-20b")
     ranks = Parallelism(4, exact=exact)
     part = ranks.part(whole)
     config = KNOWN["gpt-oss-20b"]
@@ -160,10 +148,9 @@ PAIR = [
 ])  # fmt: skip
 def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
-    results = {}
-    for split in ("auto", "on", "off"):
-        assert plan.main([*asked, "--split-draft", split, "--json"]) == 0
-        results[split] = json.loads(capsys.readouterr().out)
+    results = {
+        split: planned([*asked, "--split-draft", split], capsys) for split in ("auto", "on", "off")
+    }
     seconds = {split: result["predicted_seconds_per_token"] for split, result in results.items()}
     assert seconds["auto"] == min(seconds.values())
     assert results["auto"]["ranks"]["split_draft"] == (place != "on the first card")
@@ -177,11 +164,9 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
 GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its biases
 
 
-def forecast_experts(sizes: Sizes, ram: int = 64 << 30) -> Forecast:
-    machine = Machine.with_card(CARD, ram, 7.0)
-    acceptance = assume("1", ("", ""), ("", ""), 0.0)
-    config = EngineConfig("m", drafter="none")
-    return predict(PlanRequest(config, (sizes, None), acceptance, 128, 16), machine)
+def forecast_experts(name: str, ram: int = 64 << 30) -> Forecast:
+    target, _ = find_models(EngineConfig(name))
+    return predict(request(target), Machine.with_card(CARD, ram, 7.0))
 
 
 @pytest.mark.parametrize(("name", "n_layers", "n_experts", "n_used", "nbytes"), [
@@ -214,7 +199,7 @@ def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_p
 
 
 def test_missing_experts_cross_the_link_in_every_pass() -> None:
-    result = forecast_experts(find_models(EngineConfig("qwen3-30b-a3b"))[0])
+    result = forecast_experts("qwen3-30b-a3b")
     plan = result.memory_plan.plan
     expert = plan.experts.nbytes
     room = plan.budget.device - plan.reserved.total + plan.reserved.experts
@@ -246,8 +231,7 @@ def test_printed_experts_are_complete_and_traffic_agrees(capsys: pytest.CaptureF
 
 def test_streamed_layers_precede_experts_in_host_memory() -> None:
     """A pass reads every layer, but 8 of 256 experts. Three layers without experts are larger."""
-    model = find_models(EngineConfig("deepseek-v3"))[0]
-    plan = forecast_experts(model, ram=64 * 10**9).memory_plan.plan
+    plan = forecast_experts("deepseek-v3", ram=64 * 10**9).memory_plan.plan
     assert plan.experts is not None and set(plan.tiers) == {"device", "host"}
     free = plan.budget.host - plan.budget.buffers - plan.on("host")
     # Host slots for layers and a block of experts may remain.
