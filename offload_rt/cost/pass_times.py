@@ -119,18 +119,15 @@ class StreamedRows:
     windows: tuple[int | None, ...]
     chunk_rows: int
 
-    def layer_nbytes(self, i: int, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
-        """Return the bytes copied for layer i in a pass of `n_rows` rows of all sequences.
+    def pass_nbytes(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
+        """Return the bytes copied in a pass of `n_rows` rows of all sequences.
 
         context  tokens per sequence
         """
-        first = max(self.n_resident, n_sequences * (context - (self.windows[i] or context)))
-        return max(n_sequences * context - first, 0) * self.nbytes * -(-n_rows // self.chunk_rows)
-
-    def pass_nbytes(self, context: int, n_rows: int = 1, n_sequences: int = 1) -> int:
-        """Return the bytes copied for all layers."""
-        layers = range(len(self.windows))
-        return sum(self.layer_nbytes(i, context, n_rows, n_sequences) for i in layers)
+        starts = (n_sequences * (context - (window or context)) for window in self.windows)
+        stop = n_sequences * context
+        n_copied = sum(max(stop - max(self.n_resident, start), 0) for start in starts)
+        return n_copied * self.nbytes * -(-n_rows // self.chunk_rows)
 
 
 @dataclass(frozen=True)
@@ -285,15 +282,15 @@ def _link_times(
     busiest = (-1.0, 0.0)
     for tier in moved.at(context, n_sequences=n_sequences):
         gbps = profile.link(tier)
-        rate = gbps * 1e9
         weights = of_pass.get(tier, 0)
         nbytes = of_chunk.get(tier, 0)
-        busiest = max(busiest, (nbytes / rate, gbps))
+        busiest = max(busiest, (transfer_s(nbytes, gbps), gbps))
         by_rows = n_rows * moved.exchanged * (tier == "host")
         for experts in filter(None, (moved.experts, moved.disk_experts)):
             if experts.tier == tier:
                 by_rows = by_rows + experts.pass_nbytes(n_rows, gbps)
-        times = np.maximum(times, (weights + (nbytes - weights) * n_chunks + by_rows) / rate)
+        total = weights + (nbytes - weights) * n_chunks + by_rows
+        times = np.maximum(times, total / (gbps * 1e9))
     return times, busiest[1]
 
 

@@ -216,9 +216,7 @@ def test_greedy_tokens_equal_transformers(pair, drafter):
         weights = llm.plan.streamed_nbytes
     assert [first.token_ids, *(output.token_ids for output in together)] == [expected[0], *expected]
     # What came is the layers and the rows of each pass, and what the slots took in besides.
-    least = (stats.n_passes - 1) * (
-        0.9 * weights + rows.pass_nbytes(250) - 8 * rows.layer_nbytes(0, rows.n_resident + 1) * 3
-    )
+    least = (stats.n_passes - 1) * (0.9 * weights + rows.pass_nbytes(250) - 8 * rows.nbytes * 3)
     assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.pass_nbytes(320)) * 1.3
 
 

@@ -29,81 +29,66 @@ RSS = 2 * GIB
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
-class Cgroups:
-    """A fake machine of 64 GiB whose control groups are folders of the test."""
-
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.v2 = root / "unified"
-        self.v1 = root / "memory"
-        self._list = root / "cgroup"
-        self._list.write_text("")
-        self.limits = {resource.RLIMIT_AS: UNLIMITED, resource.RLIMIT_DATA: UNLIMITED}
-        lines = machine._lines
-        roots = {"": self.v2, "memory": self.v1}
-        groups = {key: (roots[key], *names) for key, (_, *names) in machine._CGROUPS.items()}
-        monkeypatch.setattr(machine, "_CGROUPS", groups)
-        places = {Path("/proc/self/cgroup"): self._list}
-        monkeypatch.setattr(machine, "_lines", lambda path: lines(places.get(path, path)))
-        memory = SimpleNamespace(total=TOTAL, available=AVAILABLE)
-        process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=RSS, vms=3 * RSS))
-        psutil = SimpleNamespace(virtual_memory=lambda: memory, Process=lambda: process)
-        monkeypatch.setattr(machine, "psutil", psutil)
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: self.limits[kind])
-
-    def belong_to(self, text: str) -> None:
-        self._list.write_text(text + "\n" * bool(text))
-
-    def write(self, folder: Path, **files: str | int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (folder / name.replace("__", ".")).write_text(f"{content}\n")
-
-
 @pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
-    return Cgroups(tmp_path, monkeypatch)
+def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
+    """A machine of 64 GiB with control groups below `v1` and `v2`; yields its resource limits."""
+    roots = {"": tmp_path / "v2", "memory": tmp_path / "v1"}
+    groups = {key: (roots[key], *names) for key, (_, *names) in machine._CGROUPS.items()}
+    monkeypatch.setattr(machine, "_CGROUPS", groups)
+    lines = machine._lines
+    places = {Path("/proc/self/cgroup"): tmp_path / "cgroup"}
+    monkeypatch.setattr(machine, "_lines", lambda path: lines(places.get(path, path)))
+    memory = SimpleNamespace(total=TOTAL, available=AVAILABLE)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=RSS, vms=3 * RSS))
+    psutil = SimpleNamespace(virtual_memory=lambda: memory, Process=lambda: process)
+    monkeypatch.setattr(machine, "psutil", psutil)
+    limits = {resource.RLIMIT_AS: UNLIMITED, resource.RLIMIT_DATA: UNLIMITED}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    return limits
 
 
 def _v2(limit: int | str, current: int, inactive: int = 0, active: int = 0) -> dict[str, Any]:
     stat = f"anon 5\ninactive_file {inactive}\nactive_file {active}\nunevictable 0"
-    return {"memory__max": limit, "memory__current": current, "memory__stat": stat}
+    return {"max": limit, "current": current, "stat": stat}
 
 
 def _v1(limit: int, usage: int, inactive: int = 0) -> dict[str, Any]:
-    files = {"limit_in_bytes": limit, "usage_in_bytes": usage, "stat": f"inactive_file {inactive}"}
-    return {f"memory__{name}": content for name, content in files.items()}
+    stat = f"inactive_file {inactive}"
+    return {"limit_in_bytes": limit, "usage_in_bytes": usage, "stat": stat}
 
 
 def _nested(tight: str) -> dict[str, Any]:
-    folders = {"root": "", "outer": "/outer", "inner": "/outer/inner"}
+    folders = {"root": "v2", "outer": "v2/outer", "inner": "v2/outer/inner"}
     return {at: _v2((4 if name == tight else 9) * GIB, 3 * GIB) for name, at in folders.items()}
 
 
 @pytest.mark.parametrize(("group", "files", "limit", "free"), [
     ("", {}, TOTAL, AVAILABLE),
     # the page cache is free
-    ("0::/box", {"/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
+    ("0::/box", {"v2/box": _v2(8 * GIB, 5 * GIB, GIB, 2 * GIB)}, 8 * GIB, 6 * GIB),
     *(("0::/outer/inner", _nested(box), 4 * GIB, GIB) for box in ("outer", "inner", "root")),
     ("11:cpu,cpuacct:/a\n9:memory:/docker/x\n1:name=systemd:/a",
      {"v1/docker/x": _v1(6 * GIB, 4 * GIB, GIB)}, 6 * GIB, 3 * GIB),
     # the path in /proc names host folders, which the container cannot see
-    ("0::/host/only/path", {"": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
-    *(("0::/box", {"/box": _v2(limit, GIB)}, TOTAL, AVAILABLE) for limit in ("max", "", "x")),
+    ("0::/host/only/path", {"v2": _v2(5 * GIB, GIB)}, 5 * GIB, 3 * GIB),
+    *(("0::/box", {"v2/box": _v2(limit, GIB)}, TOTAL, AVAILABLE) for limit in ("max", "", "x")),
     ("9:memory:/", {"v1": _v1(9223372036854771712, GIB)}, TOTAL, AVAILABLE),
-    ("0::/box", {"/box": _v2(GIB, 2 * GIB)}, GIB, 0),
+    ("0::/box", {"v2/box": _v2(GIB, 2 * GIB)}, GIB, 0),
 ])  # fmt: skip
-def test_tightest_enclosing_group_limits_memory(cgroups, group, files, limit, free):
-    cgroups.belong_to(group)
-    for at, content in files.items():
-        root = cgroups.v1 if at.startswith("v1") else cgroups.v2
-        cgroups.write(root / at.removeprefix("v1").strip("/"), **content)
+@pytest.mark.usefixtures("limits")
+def test_tightest_enclosing_group_limits_memory(tmp_path, group, files, limit, free):
+    (tmp_path / "cgroup").write_text(group and f"{group}\n")
+    for folder, contents in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (tmp_path / folder / f"memory.{name}").write_text(f"{content}\n")
     assert (memory_limit(), memory_free()) == (limit, free)
 
 
-def test_resource_limit_of_the_process_is_the_limit(cgroups):
-    for kind in cgroups.limits:
-        cgroups.limits |= dict.fromkeys(cgroups.limits, UNLIMITED)
-        cgroups.limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
+def test_resource_limit_of_the_process_is_the_limit(limits):
+    for kind in list(limits):
+        limits |= dict.fromkeys(limits, UNLIMITED)
+        limits[kind] = (7 * GIB, resource.RLIM_INFINITY)
         assert memory_limit() == 7 * GIB
         assert memory_free() <= 7 * GIB - RSS
 
@@ -116,26 +101,18 @@ CARD = torch.device("cuda", 0)
 ALL = {0, 1, 2, 3, 8, 9, 10, 11}
 
 
-class TwoSockets:
-    """A simulated machine with a GPU; records the CPUs of each thread."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._card = folder / "0001:c1:00.0"
-        self.seen: list[object] = []
-        card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
-        monkeypatch.setattr(numa, "_DEVICES", folder)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
-        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: self.seen.append(set(cpus)))
-
-    def local(self, text: str) -> None:
-        self._card.mkdir(exist_ok=True)
-        (self._card / "local_cpulist").write_text(text)
-
-
 @pytest.fixture
-def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
-    return TwoSockets(tmp_path, monkeypatch)
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Simulate two sockets and a GPU near CPUs 8 to 11; yields the CPUs set by each thread."""
+    cpus_seen: list[object] = []
+    card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(numa, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(ALL))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: cpus_seen.append(set(cpus)))
+    (tmp_path / "0001:c1:00.0").mkdir()
+    (tmp_path / "0001:c1:00.0/local_cpulist").write_text("8-11")
+    return cpus_seen
 
 
 @pytest.mark.parametrize(("local", "expected"), [
@@ -146,40 +123,38 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoSockets:
     ("\n", set()),
     (None, set()),  # no sysfs
 ])  # fmt: skip
-def test_cpus_near_a_device(sockets, local, expected):
-    if local is not None:
-        sockets.local(local)
+@pytest.mark.usefixtures("seen")
+def test_cpus_near_a_device(tmp_path, local, expected):
+    path = tmp_path / "0001:c1:00.0/local_cpulist"
+    path.unlink() if local is None else path.write_text(local)
     assert cpus_near(CARD) == expected
     assert cpus_near(torch.device("cpu")) == set()
 
 
 @pytest.mark.parametrize("cpus", [Cpus({8, 9}), Cpus()])
 def test_readers_stay_near_the_device_and_slots_are_touched_there(
-    sockets, cpus, tmp_path, monkeypatch
+    seen, cpus, tmp_path, monkeypatch
 ):
     near = [set(cpus)] if cpus else []
     tier = DiskTier(on_disk(tmp_path, some_layers(2)))
     read_parallel(tier.reads(0, torch.empty(1 << 20, dtype=torch.uint8)), 1, cpus=cpus)
-    assert sockets.seen == near
-    sockets.seen.clear()
-    monkeypatch.setattr(stream_threads, "pin", lambda block: sockets.seen.append("pinned"))
-    streamer = ThreadStreamer(
-        LayerSources(MemoryTier(), (tier, tier), 1, cpus=cpus), Trace(on=False), pinned=True
-    )
+    assert seen == near
+    seen.clear()
+    monkeypatch.setattr(stream_threads, "pin", lambda block: seen.append("pinned"))
+    sources = LayerSources(MemoryTier(), (tier, tier), 1, cpus=cpus)
+    streamer = ThreadStreamer(sources, Trace(on=False), pinned=True)
     list(streamer.sweep())
     streamer.close()
     tier.close()
     back = [ALL] if cpus else []
-    assert sockets.seen == near + ["pinned"] + back + near * tier.n_parallel
+    assert seen == near + ["pinned"] + back + near * tier.n_parallel
 
 
-def test_link_rate_is_measured_from_memory_near_the_device(sockets, monkeypatch):
-    sockets.local("8-11")
+def test_link_rate_is_measured_from_memory_near_the_device(seen, monkeypatch):
     empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"})
-    )
+    on_cpu = lambda *sizes, **how: empty(*sizes, **how | {"device": "cpu"})  # noqa: E731
+    monkeypatch.setattr(torch, "empty", on_cpu)
     monkeypatch.setattr(profile, "timed", lambda device, work: [1.0])
-    monkeypatch.setattr(memory, "pin", lambda block: sockets.seen.append("pinned"))
+    monkeypatch.setattr(memory, "pin", lambda block: seen.append("pinned"))
     assert profile.upload_gbps(CARD, 1 << 20) > 0
-    assert sockets.seen == [{8, 9, 10, 11}, "pinned", ALL]
+    assert seen == [{8, 9, 10, 11}, "pinned", ALL]
