@@ -51,6 +51,12 @@ def this_machine(
     device = pick_device(config.device)
     host_gbps = profile.upload_gbps(device) if device.type == "cuda" else 1.0
     roof = cache(lambda dtype, matrix: measure_roof(dtype, device, matrix))
+    n_cpus = psutil.cpu_count() or 1
+    n_busy = busy_cpus()
+    sources = ["compute: timed products", disk_source]
+    if n_busy >= _IDLE_SHARE * n_cpus:
+        load = f"other programs use {n_busy:.1f} of {n_cpus} CPUs"
+        sources.append(f"{load}: the measured rates are too low")
     return Machine(
         title=f"this machine, {device.type}",
         budget=_budget(config, device, ram),
@@ -59,7 +65,7 @@ def this_machine(
         level_s=LEVEL_S if device.type == "cuda" else 0.0,
         decode_gbps=DECODE_GBPS if device.type == "cuda" else CPU_DECODE_GBPS,
         times_codes=device.type == "cpu",
-        sources=("compute: timed products", disk_source, *_load()),
+        sources=tuple(sources),
     )
 
 
@@ -83,15 +89,6 @@ def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
         measured = profile.pass_profile(llm.engine.runner, llm.spec.pass_bytes, rows)
     assert measured.compute is not None, "a profile of passes has their times"
     return measured.compute
-
-
-def _load() -> tuple[str, ...]:
-    """Return a warning if other programs slow down the timed products."""
-    n_cpus = psutil.cpu_count() or 1
-    n_busy = busy_cpus()
-    if n_busy < _IDLE_SHARE * n_cpus:
-        return ()
-    return (f"other programs use {n_busy:.1f} of {n_cpus} CPUs: the measured rates are too low",)
 
 
 def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> MemoryBudget:
@@ -122,7 +119,7 @@ def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = Non
     started = time.perf_counter()
     for n_rows in _WIDTHS:
         rows = torch.randn(n_rows, weights[0].shape[1], device=device).to(dtype.torch)
-        seconds = min(_timed_products(rows, weights) for _ in range(3))
+        seconds = min(profile.timed(device, lambda x=rows: [linear(x, w) for w in weights], 2))
         products.append((n_rows, max(seconds / n_weights, products[-1][1] if products else 0.0)))
         if time.perf_counter() - started > _PATIENCE_S:
             break
@@ -137,12 +134,3 @@ def _coded_weights(matrix: Matrix, dtype: DType) -> list[Weight]:
     n_copies = -(-profile.beyond_caches(torch.device("cpu")) // layout.nbytes)
     blocks = (host_block(layout.nbytes).fill_(_CODE) for _ in range(n_copies))
     return [matrix.weight(layout.views(block)) for block in blocks]
-
-
-def _timed_products(rows: torch.Tensor, weights: list[Weight]) -> float:
-    started = time.perf_counter()
-    for weight in weights:
-        linear(rows, weight)
-    if rows.is_cuda:
-        torch.cuda.synchronize(rows.device)
-    return time.perf_counter() - started
