@@ -210,14 +210,10 @@ class PassBytes:
 
 
 def pass_time(
-    profile: MachineProfile,
-    moved: PassBytes,
-    n_rows: int = 1,
-    context: int = 0,
-    between_s: float = 0.0,
+    profile: MachineProfile, moved: PassBytes, n_rows: int = 1, between_s: float = 0.0
 ) -> float:
-    """Return the seconds of a pass; see `pass_times`."""
-    return float(pass_times(profile, moved, np.array([n_rows]), context, between_s)[0])
+    """Return the seconds of a pass without a context; see `pass_times`."""
+    return float(pass_times(profile, moved, np.array([n_rows]), 0, between_s)[0])
 
 
 def pass_times(

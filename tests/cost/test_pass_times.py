@@ -93,7 +93,7 @@ def test_pass_time_equals_an_event_loop(n, device, host, compute_s, draft_s, exc
     exchanged = exchanged if plan.budget.has_card else 0
     n_streamed = plan.tiers.count("host") + plan.tiers.count("disk")
     moved = replace(plan.pass_bytes, exchanged=exchanged)
-    predicted = pass_time(constant(compute_s), moved, n_rows, 0, draft_s)
+    predicted = pass_time(constant(compute_s), moved, n_rows, draft_s)
     more = n_rows * exchanged / n_streamed
     actual = event_loop_s(plan, compute_s, draft_s, more)
     # The closed form ignores uneven turns of slow and fast layers, the first layer after a long
