@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import psutil
 import torch
@@ -115,11 +115,15 @@ def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = Non
     else:
         weights = _coded_weights(matrix, dtype)
     n_weights = sum(math.prod(weight.shape) for weight in weights)
+
+    def multiply(rows: torch.Tensor) -> list[torch.Tensor]:
+        return [linear(rows, weight) for weight in weights]
+
     products: list[tuple[int, float]] = []
     started = time.perf_counter()
     for n_rows in _WIDTHS:
         rows = torch.randn(n_rows, weights[0].shape[1], device=device).to(dtype.torch)
-        seconds = min(profile.timed(device, lambda x=rows: [linear(x, w) for w in weights], 2))
+        seconds = min(profile.timed(device, partial(multiply, rows), 2))
         products.append((n_rows, max(seconds / n_weights, products[-1][1] if products else 0.0)))
         if time.perf_counter() - started > _PATIENCE_S:
             break
