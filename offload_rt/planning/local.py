@@ -116,8 +116,9 @@ def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = Non
         weights = _coded_weights(matrix, dtype)
     n_weights = sum(math.prod(weight.shape) for weight in weights)
 
-    def multiply(rows: torch.Tensor) -> list[torch.Tensor]:
-        return [linear(rows, weight) for weight in weights]
+    def multiply(rows: torch.Tensor) -> None:
+        for weight in weights:
+            linear(rows, weight)
 
     products: list[tuple[int, float]] = []
     started = time.perf_counter()

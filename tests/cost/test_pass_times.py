@@ -137,26 +137,6 @@ def test_slots_hide_drafting_behind_the_link(ahead, between, seconds):
     assert pass_time(profile_of(1.0, 1.0, 2.0, fixed=between), moved) == drafting
 
 
-def test_draft_times_broadcast_with_row_counts():
-    compute = ComputeTimes((1, 101), (0, 1), ((1.0, 2.0),) * 2)
-    profile = MachineProfile((), 1.0, 0.0, compute)
-    moved = PassBytes((), GB)
-    seconds = pass_times(profile, moved, np.array([[1], [51]]), 0, np.array([0.0, 0.25, 0.5]))
-    assert seconds == pytest.approx(np.array([[1.0, 1.25, 1.5], [1.5, 1.75, 2.0]]))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(6, 30), st.integers(0, 28), st.floats(0.1, 20), st.floats(0, 3))
-def test_more_memory_is_never_slower(n, host, compute_s, draft_s):
-    def seconds(device: int, host: int) -> float:
-        moved = plan_of(n, device, host).pass_bytes
-        return pass_time(constant(compute_s), moved, between_s=draft_s)
-
-    host = min(host, n - 1)
-    assert seconds(3, 3 + host + 1) <= seconds(3, 3 + host) + 1e-6
-    assert seconds(4, 3) <= seconds(3, 3) + 1e-6
-
-
 def test_touched_experts_grow_with_the_rows_of_a_pass():
     profile = MachineProfile((("disk", 2.0),), 100.0)  # an unused tier needs no rate
     experts = TouchedExperts("disk", 10, 4, 1, 10**8, n_resident=2)
