@@ -25,6 +25,9 @@ _CODED_INPUTS = 32
 LOSSLESS_SHARE = 0.70
 # Rows that the CPU library multiplies at a time (kMostRows in csrc/linear_cpu.h).
 PRODUCT_ROWS = 384
+# Weights in a block and in a group of the lossless encoding, see `ops.lossless`.
+LOSSLESS_BLOCK = 1 << 12
+LOSSLESS_GROUP = 64
 
 
 def coded_reads(n_rows: float) -> int:

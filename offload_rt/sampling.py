@@ -12,7 +12,7 @@ from torch import Tensor
 from offload_rt import ops
 from offload_rt.bad_words import BadWords
 from offload_rt.errors import NumericsError
-from offload_rt.ops import cpu, top_cpu
+from offload_rt.ops import cpu, layer_cpu
 from offload_rt.ops.transfer import to_device, to_host
 from offload_rt.sampling_params import SamplingParams
 
@@ -137,7 +137,7 @@ class NodeProbs:
 def largest(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first largest entry of each row (n, m), and its place, (n,) each."""
     if cpu.serves(rows):
-        values, places = top_cpu.top(rows, 1)
+        values, places = layer_cpu.top(rows, 1)
         return values[:, 0], places[:, 0]
     if rows.device.type != "cpu":
         best = rows.max(-1)

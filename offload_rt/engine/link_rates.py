@@ -14,7 +14,7 @@ from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import pinned_block
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
-from offload_rt.ops import lossless
+from offload_rt.ops import cpu, lossless
 from offload_rt.system.files import read_cached, write_cached
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import host_block
@@ -48,7 +48,7 @@ def measured_rates(
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     paths = checkpoint.layers[0].tensors[0].path, *mirrors.folders
     disk = " and ".join(str(path.stat().st_dev) for path in paths if path.exists())
-    decoder = (*profile.processor(), lossless.is_compiled())
+    decoder = (*profile.processor(), cpu.library() is not None)
     return LinkRates(
         _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device, mirrors)),
         _remembered(f"decoder {card or decoder}", lambda: decode_gbps(sidecar[0], device)),

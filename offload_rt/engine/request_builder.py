@@ -21,7 +21,7 @@ from offload_rt.errors import CapacityError, PromptError, SettingsError, UserErr
 from offload_rt.executor.grammar import Grammar, GrammarCompiler
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.image_prompt import EncodedPrompt, ImagePrompt, token_ids
-from offload_rt.models.processors import ImageProcessor
+from offload_rt.models.processors import ImageProcessor, load_processor
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 from offload_rt.text.detokenize import Message, TextStream, encode, encode_chat
 from offload_rt.text.images import Fetch, ImageReader, has_images
@@ -60,7 +60,8 @@ class RequestBuilder:
         if checkpoint.images and tokenizer is not None:
             tower = checkpoint.spec.images
             assert tower is not None, "see Checkpoint.image_blocks"
-            self.images = ImageProcessor.load(directory, tokenizer, tower, target.image_pixels)
+            processor = load_processor(directory, tokenizer, tower.family)
+            self.images = ImageProcessor(processor, tower, target.image_pixels)
         self._compiler: GrammarCompiler | None = None
         self._compiler_lock = Lock()
 

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING
 
 from offload_rt.models.heads import Head, HeadWeights
 from offload_rt.models.layers import LayerWeights, TensorShape
-from offload_rt.models.native import EMBED, GATE_UP, HEAD, QKV, NativeDecoder, norm
+from offload_rt.models.native import EMBED, GATE_UP, HEAD, QKV, NativeDecoder, weight
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from offload_rt import ops
+
+    _Pair = tuple[Tensor, Tensor]
 else:
     from offload_rt.lazy import ops, torch
 
@@ -72,27 +74,18 @@ class BlockHead(Head, NativeDecoder):
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         d = self.hidden_size
-        tensors = [
-            TensorShape("fc.weight", (d, len(self.taps) * d)),
-            norm("hidden_norm", d),
-            norm("norm", d),
-        ]
+        rank = self.markov_rank
+        tensors = [weight("fc", d, len(self.taps) * d), weight("hidden_norm", d), weight("norm", d)]
         if self.n_tokens != self.vocab_size:
-            tensors.append(TensorShape(f"{HEAD}.weight", (self.n_tokens, d)))
-        if self.markov_rank:
-            sizes = (self.vocab_size, self.n_tokens)
-            tensors += [
-                TensorShape(f"{name}.weight", (n, self.markov_rank))
-                for name, n in zip(_MARKOV, sizes, strict=True)
-            ]
+            tensors.append(weight(HEAD, self.n_tokens, d))
+        if rank:
+            tensors.append(weight(_MARKOV[0], self.vocab_size, rank))
+            tensors.append(weight(_MARKOV[1], self.n_tokens, rank))
         if self.is_gated:
-            rank = self.markov_rank
-            tensors.append(TensorShape(f"{_GATE}.weight", (rank, d + rank)))
-            tensors.append(TensorShape(f"{_GATE}.bias", (rank,)))
+            tensors += weight(_GATE, rank, d + rank), TensorShape(f"{_GATE}.bias", (rank,))
         return tuple(tensors)
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Fuse the tapped hidden states by a matrix and a norm."""
         fused = weights.linear(states.flatten(1), "fc")
         return ops.rms_norm(fused, weights.vector("hidden_norm"), self.eps)
 
@@ -108,15 +101,16 @@ class BlockHead(Head, NativeDecoder):
         rows = []
         for weights in layers:
             k, v = (self._heads(part) for part in weights.linears(inputs, QKV[1:]))
-            rows.append((_rotated(self._normed(weights, "k_norm", k), rotary), v))
-        return [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in rows]
+            k = self._rotated(weights, "k_norm", k, rotary)
+            rows.append((k.transpose(0, 1), v.transpose(0, 1)))
+        return rows
 
     def block(
         self,
         layers: Sequence[LayerWeights],
         weights: LayerWeights,
         tokens: Tensor,
-        cached: Sequence[tuple[Tensor, Tensor]],
+        cached: Sequence[_Pair],
     ) -> Tensor:
         """Compute the hidden states (n_blocks, n_at_once, hidden_size) of predicting rows.
 
@@ -135,12 +129,7 @@ class BlockHead(Head, NativeDecoder):
         return hidden[:, size - self.n_at_once :]
 
     def attend_to_block(
-        self,
-        i: int,
-        layer: LayerWeights,
-        h: Tensor,
-        cached: tuple[Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor],
+        self, i: int, layer: LayerWeights, h: Tensor, cached: _Pair, rotary: _Pair
     ) -> Tensor:
         """Return attention's contribution (n, hidden_size) for the normed rows of blocks.
 
@@ -148,12 +137,17 @@ class BlockHead(Head, NativeDecoder):
         rotary  cosines and sines (n, head_dim) of the rows
         """
         q, k, v = (self._heads(part) for part in layer.linears(h, QKV))
-        q, k = (
-            _rotated(self._normed(layer, f"{name}_norm", part), rotary)
-            for name, part in (("q", q), ("k", k))
+        q = self._rotated(layer, "q_norm", q, rotary)
+        k = self._rotated(layer, "k_norm", k, rotary)
+        blocks = (part.view(-1, self.block_size, *part.shape[1:]) for part in (q, k, v))
+        q, *new = (part.transpose(1, 2) for part in blocks)
+        k, v = (
+            torch.cat((old.expand(len(part), -1, -1, -1), part), 2)
+            for old, part in zip(cached, new, strict=True)
         )
-        out = self._attend(i, (q, k, v), cached, len(h) // self.block_size)
-        return layer.linear(out, "self_attn.o_proj")
+        mask = self._mask(i, q.shape[2], k.shape[2]).to(q.device)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return layer.linear(out.transpose(1, 2).flatten(2).flatten(0, 1), "self_attn.o_proj")
 
     def logits(self, weights: LayerWeights, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of hidden states (n, hidden_size), -inf if not in use.
@@ -166,36 +160,20 @@ class BlockHead(Head, NativeDecoder):
         if self.logit_softcap:
             logits = (logits / self.logit_softcap).tanh_() * self.logit_softcap
         if self.markov_rank:
-            previous, following = _MARKOV
-            before = weights.rows(tokens, previous)
+            before = weights.rows(tokens, _MARKOV[0])
             if self.is_gated:
                 both = torch.cat((hidden, before), 1)
                 before = before * weights.linear(both, _GATE).sigmoid_()
-            logits = logits + weights.linear(before, following)
+            logits = logits + weights.linear(before, _MARKOV[1])
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         return weights.expand(logits, self.vocab_size)
-
-    def _attend(
-        self, i: int, qkv: tuple[Tensor, ...], cached: tuple[Tensor, Tensor], n_blocks: int
-    ) -> Tensor:
-        """Attend to the cached rows and to the rows of the same block: (rows, n_heads * dim)."""
-        q, k, v = (part.view(n_blocks, -1, *part.shape[1:]).transpose(1, 2) for part in qkv)
-        k, v = (
-            torch.cat((old.expand(n_blocks, -1, -1, -1), new), 2)
-            for old, new in zip(cached, (k, v), strict=True)
-        )
-        mask = self._mask(i, q.shape[2], k.shape[2]).to(q.device)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _mask(self, i: int, n_rows: int, n_keys: int) -> Tensor:
         """Return the visibility (n_rows, n_keys) bool of keys for the rows of a block."""
         keys = torch.arange(n_keys)
         rows = keys[n_keys - n_rows :, None]
         window = self.windows[i]
-        visible = torch.ones(n_rows, n_keys, dtype=torch.bool)
-        if self.is_causal[i]:
-            visible &= keys <= rows
+        visible = (keys <= rows) | (not self.is_causal[i])
         if window is not None and self.anchored:
             visible &= keys >= n_keys - n_rows - window
         elif window is not None:
@@ -205,21 +183,17 @@ class BlockHead(Head, NativeDecoder):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, self.head_dim)
 
-    def _normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, weights.vector(f"self_attn.{name}"), self.eps)
+    def _rotated(
+        self, weights: LayerWeights, name: str, x: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Apply a norm and rotary embeddings to x (n, heads, head_dim)."""
+        normed = ops.rms_norm(x, weights.vector(f"self_attn.{name}"), self.eps)
+        return ops.reference.rotate(normed, *rotary)
 
     def _rotary(self, first: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (n, head_dim) of consecutive positions."""
         positions = torch.arange(first, first + n)
         cos, sin = self.rope.cos_sin(positions, positions + 1, like.dtype)
         return cos.to(like.device), sin.to(like.device)
-
-
-def _rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary embeddings to x (n, heads, head_dim)."""
-    cos, sin = (part[:, None] for part in rotary)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
 
 
 @dataclass(frozen=True)
@@ -240,33 +214,24 @@ class DFlash2(BlockHead):
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         d = self.hidden_size
         n_taps = self.conv_kernel_size
-        n_dynamic = 2 * n_taps * (d // self.conv_group_size)
-        convolutions = (
-            tensor
-            for name in _CONVOLUTIONS
-            for tensor in (
-                TensorShape(f"{name}.base_kernel", (2, n_taps, d)),
-                TensorShape(f"{name}.kernel_projection.weight", (n_dynamic, d)),
-            )
-        )
-        return (*super().layer_tensors(i), *convolutions)
+        tensors = [*super().layer_tensors(i)]
+        for name in _CONVOLUTIONS:
+            tensors.append(TensorShape(f"{name}.base_kernel", (2, n_taps, d)))
+            n_dynamic = 2 * n_taps * (d // self.conv_group_size)
+            tensors.append(weight(f"{name}.kernel_projection", n_dynamic, d))
+        return tuple(tensors)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         rank = self.selector_rank
         return (
             *super().non_layer_tensors(),
-            TensorShape(f"{_SELECTOR}.hidden_projection.weight", (rank, self.hidden_size)),
+            weight(f"{_SELECTOR}.hidden_projection", rank, self.hidden_size),
             TensorShape(f"{_SELECTOR}.predecessor_codebook", (self.vocab_size, rank)),
             TensorShape(f"{_SELECTOR}.successor_codebook", (self.vocab_size, rank)),
         )
 
     def attend_to_block(
-        self,
-        i: int,
-        layer: LayerWeights,
-        h: Tensor,
-        cached: tuple[Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor],
+        self, i: int, layer: LayerWeights, h: Tensor, cached: _Pair, rotary: _Pair
     ) -> Tensor:
         h, convolve = self._convolved(layer, _CONVOLUTIONS[0], h)
         return convolve(super().attend_to_block(i, layer, h, cached, rotary))
@@ -290,9 +255,7 @@ class DFlash2(BlockHead):
     def _convolved(
         self, weights: LayerWeights, name: str, h: Tensor
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the convolved input h (n, hidden_size) of a sublayer, and how to convolve its
-        output.
-        """
+        """Return the convolved input h (n, hidden_size), and a function for a sublayer's output."""
         size = self.conv_group_size
         base = weights.tensor(f"{name}.base_kernel")
         dynamic = weights.linear(h, f"{name}.kernel_projection")

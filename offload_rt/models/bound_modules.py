@@ -53,14 +53,13 @@ class BoundPart:
 
 
 class BoundModules:
-    """Binds weights to parts of a model. Its linear modules call `LayerWeights.linear`."""
+    """Binds weights to parts of a model. Its linear modules call `LayerWeights.linear`.
+
+    dtype  of the model, which stands for the compute dtype
+    tied   names of tensors by id, where they differ from the names of modules
+    """
 
     def __init__(self, dtype: torch.dtype, tied: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Start without modules.
-
-        dtype  of the model, which stands for the compute dtype
-        tied   names of tensors by id, where they differ from the names of modules
-        """
         self._dtype = dtype
         self._tied = tied
         self._weights: LayerWeights | None = None
@@ -121,12 +120,12 @@ def computed_buffers(model: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
     Returns the table, key and value of each.
     """
     modules = list(model.modules())
-    keys = (
+    buffers = [
         (module._buffers, key)
         for module in modules
-        for key in module._non_persistent_buffers_set & module._buffers.keys()
-    )
-    buffers = [(table, key) for table, key in keys if table[key] is not None]
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key in module._non_persistent_buffers_set
+    ]
     for table, key in buffers:
         table[key] = torch.empty_like(table[key], device="cpu")
     for module in modules:  # skip parameters: without values, their initialization is wasted
@@ -134,9 +133,8 @@ def computed_buffers(model: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
             module._is_hf_initialized = True
     model.initialize_weights()
     for module in modules:  # freeze frequencies that would depend on the sequence length
-        kind = getattr(module, "rope_type", None)
-        if kind is not None:
-            module.rope_type = (
-                dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-            )
+        kind = getattr(module, "rope_type", "")
+        if kind:
+            fixed: Any = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+            module.rope_type = fixed
     return [(table, key, table[key]) for table, key in buffers]

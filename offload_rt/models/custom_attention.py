@@ -44,9 +44,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
     """Attend with q, k and v (1, n_heads, n, dim); returns (1, n, n_heads, v_dim)."""
     is_local = getattr(module, "attention_type", None) == "local"
     window = module.config.window_size if is_local else None
-    out: Tensor = module.__dict__["pass_cache"].attend(
-        q.to(v.dtype), k.to(v.dtype), v, scale, window, None, None
-    )
+    cache = module.__dict__["pass_cache"]
+    out: Tensor = cache.attend(q.to(v.dtype), k.to(v.dtype), v, scale, window)
     return out
 
 
@@ -88,7 +87,6 @@ def _falcon(
 def _bloom(
     module: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Forward of BloomAttention."""
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     scale = module.inv_norm_factor
     slopes = _slopes(sys.modules[type(module).__module__], q) / scale
@@ -99,23 +97,20 @@ def _bloom(
 def _mpt(
     module: Any, hidden_states: Tensor, position_bias: Tensor, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Forward of MptAttention."""
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
         qkv = qkv.clamp(-module.clip_qkv, module.clip_qkv)
     q, k, v = (
         part.view(*part.shape[:2], module.n_heads, -1).transpose(1, 2) for part in qkv.chunk(3, -1)
     )
-    bias = sys.modules[type(module).__module__].build_mpt_alibi_tensor(
-        module.n_heads, 2, device=q.device
-    )
+    code = sys.modules[type(module).__module__]
+    bias = code.build_mpt_alibi_tensor(module.n_heads, 2, device=q.device)
     slopes = -bias[:, 0, 0] / module.softmax_scale
     q, k = _with_positions(q, k, slopes, position_bias)
     return module.out_proj(_attend(module, q, k, v, module.softmax_scale).flatten(2)), None
 
 
 def _xglm(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Forward of XGLMAttention."""
     q, k, v = (
         project(hidden_states).view(*hidden_states.shape[:2], -1, module.head_dim).transpose(1, 2)
         for project in (module.q_proj, module.k_proj, module.v_proj)
@@ -148,9 +143,8 @@ def _with_positions(
     low = positions[0] % _EXACT
     of_heads = torch.stack([coarse, coarse, fine, fine, *[torch.zeros_like(fine)] * 4], -1)
     of_keys = torch.stack([high, low, high, low, *[torch.zeros_like(low)] * 4], -1)
-    shape = *q.shape[:3], of_heads.shape[1]
-    q_more = of_heads[None, :, None].to(q.dtype).expand(shape)
-    k_more = of_keys[None, None].to(k.dtype).expand(*k.shape[:3], of_keys.shape[1])
+    q_more = of_heads[None, :, None].to(q.dtype).expand(*q.shape[:3], -1)
+    k_more = of_keys[None, None].to(k.dtype).expand(*k.shape[:3], -1)
     return torch.cat([q, q_more], -1), torch.cat([k, k_more], -1)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.heads import HeadDecoder, HeadWeights
 from offload_rt.models.layers import LayerWeights, Part, PassContext, TensorShape
-from offload_rt.models.native import EMBED, QKV, NativeDecoder, norm
+from offload_rt.models.native import EMBED, QKV, NativeDecoder, weight
 
 if TYPE_CHECKING:
     import torch
@@ -82,31 +82,28 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return f"layers.{i}." if i else self.prefix
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
-        """Return a layer; the first has a second norm and a doubled attention input."""
         if i:
             return super().layer_tensors(i)
         d = self.hidden_size
-        wide = tuple(f"{name}.weight" for name in QKV)
-        llama_tensors = super().layer_tensors(i)
-        doubled = (
+        wide = [f"{name}.weight" for name in QKV]
+        doubled = [
             TensorShape(name, (shape[0], 2 * d) if name in wide else shape)
-            for name, shape in llama_tensors
-        )
-        return (norm("hidden_norm", d), *doubled)
+            for name, shape in super().layer_tensors(i)
+        ]
+        return (weight("hidden_norm", d), *doubled)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         d = self.hidden_size
         n = len(self.taps)
-        norms = [TensorShape(_MASK, self.mask_shape)] if self.n_parallel else []
+        tensors = [TensorShape(_MASK, self.mask_shape)] if self.n_parallel else []
         if self.state_norm == "input_norm":
-            norms.append(norm("input_norm", n * d))
+            tensors.append(weight("input_norm", n * d))
         elif self.state_norm == "fc_norm":
-            norms += [norm(f"fc_norm.{i}", d) for i in range(n)]
+            tensors += [weight(f"fc_norm.{i}", d) for i in range(n)]
         if self.has_embedding:
-            norms.append(TensorShape(f"{_OWN_EMBED}.weight", (self.vocab_size, d)))
-        fusion = TensorShape("fc.weight", (d, n * d))
-        head = TensorShape("lm_head.weight", (self.n_tokens, d))
-        return (*norms, fusion, norm("norm", d), head)
+            tensors.append(weight(_OWN_EMBED, self.vocab_size, d))
+        fusion = weight("fc", d, n * d)
+        return (*tensors, fusion, weight("norm", d), weight("lm_head", self.n_tokens, d))
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
@@ -114,16 +111,15 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return weights.rows(ids, _OWN_EMBED if self.has_embedding else EMBED), row_inputs
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Norm the tapped hidden states and fuse them by a matrix."""
         flat = states.flatten(1)
         if self.state_norm == "input_norm":
             flat = ops.rms_norm(flat, weights.vector("input_norm"), self.eps)
         elif self.state_norm == "fc_norm":
-            normed = (
-                ops.rms_norm(states[:, i].contiguous(), weights.vector(f"fc_norm.{i}"), self.eps)
-                for i in range(len(self.taps))
-            )
-            flat = torch.cat(tuple(normed), 1)
+            normed = [
+                ops.rms_norm(state.contiguous(), weights.vector(f"fc_norm.{i}"), self.eps)
+                for i, state in enumerate(states.unbind(1))
+            ]
+            flat = torch.cat(normed, 1)
         return weights.linear(flat, "fc")
 
     def masked_input(self, weights: LayerWeights) -> Tensor:
@@ -142,25 +138,19 @@ class Eagle3(HeadDecoder, NativeDecoder):
         if i:
             return torch.cat((embedded, super().layer(i, weights, hidden, context)), 1)
         normed = ops.rms_norm(hidden, weights.vector("hidden_norm"), self.eps)
-        inputs = torch.cat(
-            (ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps), normed), 1
-        )
-        out = self.attention(i, weights, inputs, context)
-        return torch.cat(
-            (embedded, self.mlp(weights, normed if self.norm_before else hidden, out)), 1
-        )
+        first = ops.rms_norm(embedded, weights.vector("input_layernorm"), self.eps)
+        out = self.attention(i, weights, torch.cat((first, normed), 1), context)
+        residual = normed if self.norm_before else hidden
+        return torch.cat((embedded, self.mlp(weights, residual, out)), 1)
 
     def child_inputs(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return the residual stream, after the final norm if the head feeds it back normed."""
         return self._output(weights, x) if self.feeds_normed else x[:, self.hidden_size :]
 
     def _output(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return the residual stream after the final norm, (n, hidden_size)."""
         hidden = x[:, self.hidden_size :].contiguous()
         return ops.rms_norm(hidden, weights.vector("norm"), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, -inf outside the reduced vocabulary."""
         output = self._output(weights, x) if self.is_normed else x[:, self.hidden_size :]
         logits = weights.linear(output, "lm_head")
         assert isinstance(weights, HeadWeights), "created by weights_beside"

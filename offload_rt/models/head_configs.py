@@ -71,20 +71,12 @@ _KEYS_OF_KIND = {"dflash": set[str](), "dspark": _DSPARK_KEYS, "dflash2": _DFLAS
 def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
     """Build the multi-token prediction layer of a native target."""
     n = target.n_layers
-    changes = {
-        "family": "mtp",
-        "n_layers": 1,
-        "windows": (None,),
-        "taps": (n,),
-        "n_mtp": 0,
-        "layout": layout.for_target(n),
-        "target_modules": target.shared_modules,
-    }
-    return NativeMtp(**{**fields_of(target), **changes})
+    sizes = {"family": "mtp", "n_layers": 1, "windows": (None,), "taps": (n,), "n_mtp": 0}
+    names = {"layout": layout.for_target(n), "target_modules": target.shared_modules}
+    return NativeMtp(**fields_of(target) | sizes | names)
 
 
 def _medusa_of(raw: dict[str, Any], target: Architecture) -> Medusa:
-    """Build Medusa heads from a config in the authors' layout."""
     if not isinstance(target, NativeDecoder):
         raise UnsupportedModelError(
             f"Medusa heads cannot draft for a model of type {target.family}",
@@ -96,7 +88,7 @@ def _medusa_of(raw: dict[str, Any], target: Architecture) -> Medusa:
     for name, value in (("medusa_num_heads", n_heads), ("medusa_num_layers", n_blocks)):
         check_integer(name, value, 1, 99)
     changes = {"family": "medusa", "n_layers": n_heads, "taps": (target.n_layers,), "n_mtp": 0}
-    return Medusa(**{**fields_of(target), **changes, "n_blocks": n_blocks})
+    return Medusa(**fields_of(target) | changes, n_blocks=n_blocks)
 
 
 def head_kind(raw: dict[str, Any]) -> str | None:
@@ -105,11 +97,13 @@ def head_kind(raw: dict[str, Any]) -> str | None:
         return "medusa"
     if _block_kind(raw) is not None:
         return "block"
-    names = [str(name) for name in raw.get("architectures") or ()]
-    is_eagle = not {"draft_vocab_size", _TYPE}.isdisjoint(raw) or any(
-        mark in name for name in names for mark in ("Eagle3", "PEagle")
-    )
+    is_eagle = "draft_vocab_size" in raw or _TYPE in raw or _is_named(raw, "Eagle3", "PEagle")
     return "eagle" if is_eagle else None
+
+
+def _is_named(raw: dict[str, Any], *marks: str) -> bool:
+    names = " ".join(map(str, raw.get("architectures") or ()))
+    return any(mark in names for mark in marks)
 
 
 def parse_head(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
@@ -118,11 +112,9 @@ def parse_head(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
     Raises UnsupportedModelError for an unsupported config, SettingsError for a different target.
     """
     if raw is None:
-        return (
-            mtp_of(target, MTP_LAYOUTS[0])
-            if isinstance(target, NativeDecoder) and target.n_mtp
-            else None
-        )
+        if not isinstance(target, NativeDecoder) or not target.n_mtp:
+            return None
+        return mtp_of(target, MTP_LAYOUTS[0])
     kind = head_kind(raw)
     if kind is None:
         return None
@@ -135,10 +127,6 @@ def parse_head(raw: dict[str, Any] | None, target: Architecture) -> Head | None:
 
 
 def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
-    """Build an EAGLE-3 or P-EAGLE head from its config.json.
-
-    Raises UnsupportedModelError for an unsupported config, SettingsError for another target.
-    """
     layers = parse_architecture(_layer_config(raw))
     if not isinstance(layers, NativeDecoder):
         problem = f"an EAGLE-3 head with layers of type {layers.family}"
@@ -172,17 +160,15 @@ def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
 
 
 def _is_parallel(raw: dict[str, Any]) -> bool:
-    """Return whether a config describes a P-EAGLE head."""
     return (
         raw.get(_TYPE) == "peagle"
         or bool(raw.get("parallel_drafting"))
-        or any("PEagle" in str(name) for name in raw.get("architectures") or ())
+        or _is_named(raw, "PEagle")
         or any(raw.get(key) is not None for key in _MASK_KEYS)
     )
 
 
 def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the layers. Raises UnsupportedModelError for unknown keys."""
     nested = raw.get(_EAGLE_CONFIG) or {}
     if unknown := sorted(set(nested) - _EAGLE_CONFIG_KEYS):
         raise config_error(f"{_EAGLE_CONFIG}: {unknown[0]!r} is not understood")
@@ -204,41 +190,29 @@ def _layer_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parallel_fields(raw: dict[str, Any], layers: NativeDecoder, n_taps: int) -> dict[str, Any]:
-    """Return the fields of a P-EAGLE head, by default for the published number of tokens."""
     token: Any = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
     check_integer("mask_token_id", token, 0, layers.vocab_size - 1)
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     n: int = methods[0].get("speculative_tokens", _N_PARALLEL)
     check_integer("speculative_tokens", n, 1, 99)
-    return {
-        "family": "peagle",
-        "mask_token": token,
-        "mask_shape": (1, 1, n_taps * layers.hidden_size),
-        "n_parallel": n,
-    }
+    shape = (1, 1, n_taps * layers.hidden_size)
+    return {"family": "peagle", "mask_token": token, "mask_shape": shape, "n_parallel": n}
 
 
 def _block_kind(raw: dict[str, Any]) -> str | None:
     """Return "dflash", "dspark" or "dflash2" for the config of a block drafter, else None."""
     if _TYPE in raw:
         return str(raw[_TYPE]) if raw[_TYPE] in _KEYS_OF_KIND else None
-    names = " ".join(str(name) for name in raw.get("architectures") or ())
     marks = {"DFlash2Draft": "dflash2", "DSpark": "dspark", "DFlashDraft": "dflash"}
-    return next((kind for mark, kind in marks.items() if mark in names), None)
+    return next((kind for mark, kind in marks.items() if _is_named(raw, mark)), None)
 
 
 def _block_of(raw: dict[str, Any], target: Architecture) -> BlockHead:
-    """Build a block drafter from its config.json.
-
-    Raises UnsupportedModelError for an unsupported config, SettingsError for another target.
-    """
     kind = _block_kind(raw)
     assert kind is not None, "selected by _block_kind"
     by_speculators = _TYPE in raw
-    known = _KEYS_OF_KIND[kind] | (
-        _BLOCK_SPECULATORS | _SPECULATORS_KEYS if by_speculators else _AUTHORS_KEYS
-    )
-    keys, layer_config = _divide(raw, known, by_speculators)
+    known = _BLOCK_SPECULATORS | _SPECULATORS_KEYS if by_speculators else _AUTHORS_KEYS
+    keys, layer_config = _divide(raw, known | _KEYS_OF_KIND[kind])
     layers = _layers(layer_config)
     check_sizes(layers, target, keys.get("target_hidden_size"))
     if keys.get("num_target_layers", target.n_layers) != target.n_layers:
@@ -255,29 +229,25 @@ def _block_of(raw: dict[str, Any], target: Architecture) -> BlockHead:
         taps = tuple(i + 1 for i in keys.get("target_layer_ids") or ())
         is_causal = keys.get("causal", keys.get("is_causal"))
         is_causal = True if keys.get("causal_head") else is_causal
+    # By default, layers with a window are causal.
+    windowed = [window is not None for window in layers.windows]
     changes |= {
         "family": "block",
         "max_positions": target.max_positions,
         "taps": check_taps(taps, target),
         "n_tokens": keys.get("draft_vocab_size") or target.vocab_size,
-        # By default, layers with a window are causal.
-        "is_causal": tuple(
-            window is not None if is_causal is None else bool(is_causal)
-            for window in layers.windows
-        ),
+        "is_causal": tuple(known if is_causal is None else bool(is_causal) for known in windowed),
     }
     head = DFlash2 if kind == "dflash2" else BlockHead
     return head(**fields_of(layers) | changes)
 
 
-def _divide(
-    raw: dict[str, Any], known: set[str], by_speculators: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divide(raw: dict[str, Any], known: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate the keys of the drafter from the config of its layers.
 
     Raises UnsupportedModelError for unknown keys; unknown keys of the layers remain with them.
     """
-    if by_speculators:
+    if _TYPE in raw:
         if unknown := sorted(set(raw) - known):
             raise config_error(f"{unknown[0]!r} is not understood for {raw[_TYPE]!r}")
         return raw, raw.get(_LAYERS) or {}
@@ -292,7 +262,6 @@ def _divide(
 
 
 def _layers(config: dict[str, Any]) -> NativeDecoder:
-    """Return the layers of a block drafter. Raises UnsupportedModelError."""
     config = {key: value for key, value in config.items() if key != "architectures"}
     layers = parse_architecture({"model_type": "qwen3", **config})
     if not isinstance(layers, NativeDecoder) or not layers.qk_norm:

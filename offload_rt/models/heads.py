@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload_rt.errors import SettingsError
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import LayerWeights, TensorShape
-from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, norm
+from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, weight
 
 if TYPE_CHECKING:
     import torch
@@ -140,29 +140,21 @@ _MIMO = "model.mtp_layers.0."
 MTP_LAYOUTS = (
     # DeepSeek-V3, GLM-4.5
     MtpLayout(
-        layer=_NEXTN,
-        embed_norm=f"{_NEXTN}enorm",
-        hidden_norm=f"{_NEXTN}hnorm",
-        project=f"{_NEXTN}eh_proj",
-        norm=f"{_NEXTN}shared_head.norm",
+        _NEXTN, f"{_NEXTN}enorm", f"{_NEXTN}hnorm", f"{_NEXTN}eh_proj", f"{_NEXTN}shared_head.norm"
     ),
     # MiMo
     MtpLayout(
-        layer=_MIMO,
-        embed_norm=f"{_MIMO}token_layernorm",
-        hidden_norm=f"{_MIMO}hidden_layernorm",
-        project=f"{_MIMO}input_proj",
-        norm=f"{_MIMO}final_layernorm",
+        _MIMO,
+        f"{_MIMO}token_layernorm",
+        f"{_MIMO}hidden_layernorm",
+        f"{_MIMO}input_proj",
+        f"{_MIMO}final_layernorm",
         embed_first=False,
         is_normed=False,
     ),
     # Qwen3-Next, Qwen3.5
     MtpLayout(
-        layer="mtp.layers.0.",
-        embed_norm="mtp.pre_fc_norm_embedding",
-        hidden_norm="mtp.pre_fc_norm_hidden",
-        project="mtp.fc",
-        norm="mtp.norm",
+        "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
     ),
 )
 
@@ -184,16 +176,15 @@ class Mtp(HeadDecoder):
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         d = self.hidden_size
         names = self.layout
-        norms = (norm(name, d) for name in (names.embed_norm, names.hidden_norm, names.norm))
-        return (*norms, TensorShape(f"{names.project}.weight", (d, 2 * d)))
+        norms = (weight(name, d) for name in (names.embed_norm, names.hidden_norm, names.norm))
+        return (*norms, weight(names.project, d, 2 * d))
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Return the last hidden state, after the target's norm if the layout requires it."""
-        assert isinstance(weights, HeadWeights), "created by weights_beside"
         last = states[:, 0]
-        return (
-            self.normed(weights.target, self.target_norm, last) if self.layout.is_normed else last
-        )
+        if not self.layout.is_normed:
+            return last
+        assert isinstance(weights, HeadWeights), "created by weights_beside"
+        return self.normed(weights.target, self.target_norm, last)
 
     def combine(self, weights: LayerWeights, x: Tensor, states: Tensor) -> Tensor:
         names = self.layout
@@ -238,16 +229,19 @@ class Medusa(Head, NativeDecoder):
 
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         d = self.hidden_size
-        parts = ("weight", "bias") if self.has_bias else ("weight",)
-        names = [f"{k}.linear.{part}" for k in range(self.n_blocks) for part in parts]
-        head = TensorShape(f"{self.n_blocks}.weight", (self.vocab_size, d))
-        return (*(TensorShape(name, (d, d) if "weight" in name else (d,)) for name in names), head)
+        names = [f"{k}.linear" for k in range(self.n_blocks)]
+        blocks = [
+            part
+            for name in names
+            for part in (weight(name, d, d), TensorShape(f"{name}.bias", (d,)))
+            if self.has_bias or len(part.shape) == 2
+        ]
+        return (*blocks, weight(f"{self.n_blocks}", self.vocab_size, d))
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         return ()
 
     def reduce_states(self, weights: LayerWeights, states: Tensor) -> Tensor:
-        """Return the last hidden state after the target's norm."""
         return ops.rms_norm(states[:, 0], weights.vector(NORM), self.eps)
 
     def predict(self, weights: LayerWeights, x: Tensor) -> Tensor:
@@ -260,9 +254,8 @@ class Medusa(Head, NativeDecoder):
         return 0
 
     def flops(self, i: int, n_rows: int, context: int) -> float:
-        return (
-            2.0 * n_rows * self.hidden_size * (self.n_blocks * self.hidden_size + self.vocab_size)
-        )
+        n_outputs = self.n_blocks * self.hidden_size + self.vocab_size
+        return 2.0 * n_rows * self.hidden_size * n_outputs
 
 
 def fields_of(model: NativeDecoder) -> dict[str, Any]:
@@ -294,9 +287,6 @@ def check_taps(taps: Sequence[Any], target: Architecture) -> tuple[int, ...]:
 
 def target_mismatch(quantity: str, have: str, need: str) -> SettingsError:
     """Return the error for a head that does not fit the target."""
-    return SettingsError(
-        f"the head's {quantity} differs from the model's",
-        need=need,
-        have=have,
-        change="use a head trained for this model",
-    )
+    problem = f"the head's {quantity} differs from the model's"
+    change = "use a head trained for this model"
+    return SettingsError(problem, need=need, have=have, change=change)

@@ -58,7 +58,6 @@ class ImagePrompt:
     blocks: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self.ids)
 
     @cached_property

@@ -1,7 +1,7 @@
 """Vision tower of a transformers model: image features, embeddings of rows, positions."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ class ImageTower:
     is_causal_without_window  only layers with a window let the tokens of an image see each other
     """
 
-    def __init__(self, model: "TracedModel", family: str) -> None:
+    def __init__(self, model: TracedModel, family: str) -> None:
         self.family = family
         self._model = model
         self._base: Any = model.model.base_model
@@ -48,9 +48,8 @@ class ImageTower:
         among = getattr(model.text, "use_bidirectional_attention", None)
         self.is_causal_without_window = family == "gemma4"
         self._is_bidirectional = family == "gemma3" or among == "vision"
-        self.token_id: int = (
-            getattr(self._config, "image_token_id", None) or self._config.image_token_index
-        )
+        token_id: int | None = getattr(self._config, "image_token_id", None)
+        self.token_id: int = token_id or self._config.image_token_index
         self._features = self._base.get_image_features
         self.inputs = tuple(inspect.signature(inspect.unwrap(self._features)).parameters)
         self._blocks: Iterator[LayerWeights] = iter(())
@@ -73,10 +72,8 @@ class ImageTower:
         }
         for name, module in modules.items():
             if isinstance(module, PreTrainedModel) and module is not self._base:
-                supports = "sdpa" if module._supports_sdpa else "eager"
-                module.config._attn_implementation = supports
-            part = owners.get(id(module), self._parts[0])
-            self._bound.add(part, module, name)
+                module.config._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
+            self._bound.add(owners.get(id(module), self._parts[0]), module, name)
         for part, block in zip(self._parts[1:], blocks, strict=True):
             block.forward = partial(self._block, part, block.forward)
 
@@ -85,10 +82,7 @@ class ImageTower:
         """Tensors outside the blocks, then the tensors of each block, in order of use."""
         return [tuple(TensorShape(*item) for item in part.shapes.items()) for part in self._parts]
 
-    def _block(
-        self, part: BoundPart, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Forward of a block with the next weights."""
+    def _block(self, part: BoundPart, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with self._bound.bound(part, next(self._blocks)):
             return forward(*args, **kwargs)
 
@@ -124,9 +118,8 @@ class ImageTower:
         positions  (n,) or (3, n)
         features   of the image tokens, in order
         """
-        rows = [features.rows] if self._is_list else features.rows[:, None]
         out: Any = BaseModelOutputWithPooling()
-        out.pooler_output = rows
+        out.pooler_output = [features.rows] if self._is_list else features.rows[:, None]
         out.deepstack_features = [[layer] for layer in features.deep]
         self._base.get_image_features = lambda *_, **__: out
         images = ImageInputs(self._base, {"pixel_values": features.rows}, bool(features.deep))
@@ -176,7 +169,6 @@ class ImageTower:
         return ImagePrompt(ids, images, self._positions(ids, images), tuple(blocks))
 
     def _positions(self, ids: list[int], images: Sequence[PromptImage]) -> Tensor | None:
-        """Return multimodal positions (3, n) of a prompt; None for models without."""
         if not hasattr(self._base, "get_rope_index"):
             return None
         rows = torch.tensor([ids])
@@ -188,11 +180,9 @@ class ImageTower:
 
 def _flat(rows: Any) -> Tensor:
     """Concatenate features to (n, hidden_size)."""
-    return (
-        torch.cat([_flat(part) for part in rows])
-        if not isinstance(rows, Tensor)
-        else rows.flatten(0, -2)
-    )
+    if isinstance(rows, Tensor):
+        return rows.flatten(0, -2)
+    return torch.cat([_flat(part) for part in rows])
 
 
 def _area(side: int | Sequence[int]) -> int:

@@ -216,8 +216,7 @@ class Attention:
 
     def of_rows(self, rows: slice) -> Attention:
         """Return the request of some rows."""
-        k = None if self.k is None else self.k[rows]
-        v = None if self.v is None else self.v[rows]
+        k, v = (None if part is None else part[rows] for part in (self.k, self.v))
         rotary = None if self.rotary is None else (self.rotary[0][rows], self.rotary[1][rows])
         return replace(self, q=self.q[rows], k=k, v=v, rotary=rotary)
 

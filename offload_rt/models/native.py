@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from offload_rt.errors import check_integer, config_error
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import (
     Attention,
@@ -17,7 +18,7 @@ from offload_rt.models.layers import (
     PassContext,
     TensorShape,
 )
-from offload_rt.models.rope import Rope
+from offload_rt.models.rope import Rope, RopeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,22 @@ else:
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 # In the order of use.
 MATRICES = (*QKV, "self_attn.o_proj", *GATE_UP, "mlp.down_proj")
 EMBED = "model.embed_tokens"
 NORM = "model.norm"
 HEAD = "lm_head"
+# Larger than any real size. Bounds allocations from an invalid config before weights are checked.
+MOST = 2**24
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+# How transformers divides the modules of these families among ranks.
+_TP_PLAN = {
+    **{f"layers.*.{name}": "colwise" for name in (*QKV, *GATE_UP)},
+    **{f"layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+}
 # Old Llama checkpoints store rotary frequencies, which the config determines.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -78,27 +90,23 @@ class NativeDecoder(Architecture):
         m = self.intermediate_size
         q = self.n_heads * self.head_dim
         kv = self.n_kv_heads * self.head_dim
-        head_norms = (
-            norm("self_attn.q_norm", self.head_dim),
-            norm("self_attn.k_norm", self.head_dim),
-        )
+        head_norms = HEAD_NORMS if self.qk_norm else ()
         return (
-            norm("input_layernorm", d),
+            weight("input_layernorm", d),
             *_linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
-            *(head_norms if self.qk_norm else ()),
+            *(weight(name, self.head_dim) for name in head_norms),
             *_linears({"self_attn.o_proj": d}, q, self.o_bias),
-            norm("post_attention_layernorm", d),
+            weight("post_attention_layernorm", d),
             *_linears(dict.fromkeys(GATE_UP, m), d, self.mlp_bias),
             *_linears({"mlp.down_proj": d}, m, self.mlp_bias),
         )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         table = (self.vocab_size, self.hidden_size)
-        head = () if self.tied else (TensorShape(f"{HEAD}.weight", table),)
-        return (TensorShape(f"{EMBED}.weight", table), norm(NORM, self.hidden_size), *head)
+        head = () if self.tied else (weight(HEAD, *table),)
+        return (weight(EMBED, *table), weight(NORM, self.hidden_size), *head)
 
     def is_unused(self, name: str) -> bool:
-        """Ignore derived frequencies, copies of tied heads, and multi-token prediction layers."""
         drafting = (f"model.layers.{self.n_layers + i}." for i in range(self.n_mtp))
         return (
             (self.tied and name == f"{HEAD}.weight")
@@ -109,7 +117,6 @@ class NativeDecoder(Architecture):
     def row_inputs(
         self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Return cosines and sines, each (n, head_dim)."""
         return self.rope.cos_sin(positions, lengths, dtype)
 
     def embed(
@@ -118,7 +125,6 @@ class NativeDecoder(Architecture):
         return weights.rows(ids, EMBED), row_inputs
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
-        """Apply attention and MLP, each on a norm of the residual stream."""
         h = ops.rms_norm(x, weights.vector("input_layernorm"), self.eps)
         return self.mlp(weights, x, self.attention(i, weights, h, context))
 
@@ -126,17 +132,14 @@ class NativeDecoder(Architecture):
         self, weights: Mapping[int, LayerWeights], x: Tensor, context: CachedContext
     ) -> Tensor:
         """Apply layers in order; by a single call of the CPU library if it serves all."""
-        segments = context.in_place() if x.device.type == "cpu" else None
-        described = [self._described(i, part) for i, part in weights.items()] if segments else []
-        kernels = [layer for layer in described if layer is not None]
-        sizes = decoder_cpu.Sizes(self.n_heads, self.n_kv_heads, self.head_dim, self.eps)
-        cos, sin = context.row_inputs
-        if (
-            segments
-            and len(kernels) == len(weights)
-            and decoder_cpu.decode(x, kernels, sizes, (cos, sin), segments)
-        ):
-            return x
+        if x.device.type == "cpu" and (segments := context.in_place()):
+            described = [self._described(i, part) for i, part in weights.items()]
+            kernels = [layer for layer in described if layer is not None]
+            sizes = decoder_cpu.Sizes(self.n_heads, self.n_kv_heads, self.head_dim, self.eps)
+            cos, sin = context.row_inputs
+            is_served = len(kernels) == len(weights)
+            if is_served and decoder_cpu.decode(x, kernels, sizes, (cos, sin), segments):
+                return x
         return super().layer_group(weights, x, context)
 
     def _described(self, i: int, weights: LayerWeights) -> decoder_cpu.Layer | None:
@@ -146,11 +149,8 @@ class NativeDecoder(Architecture):
             known = [matrix for matrix in matrices if matrix is not None]
             if len(known) < len(matrices) or self.head_dim % 2:
                 return None
-            head_norms = ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ()
-            norms = [
-                weights.vector(name)
-                for name in ("input_layernorm", "post_attention_layernorm", *head_norms)
-            ]
+            names = ("input_layernorm", "post_attention_layernorm", *HEAD_NORMS)
+            norms = [weights.vector(name) for name in (names if self.qk_norm else names[:2])]
             padded = [*norms, None, None][:4]
             weights.kernel = decoder_cpu.layer(i, padded, known, self.windows[i], weights.has_pairs)
         return weights.kernel
@@ -159,8 +159,8 @@ class NativeDecoder(Architecture):
         """Return attention's contribution (n, hidden_size) for the normed input h."""
         q, k, v = (part.view(len(part), -1, self.head_dim) for part in weights.linears(h, QKV))
         if self.qk_norm:
-            q = ops.rms_norm(q, weights.vector("self_attn.q_norm"), self.eps)
-            k = ops.rms_norm(k, weights.vector("self_attn.k_norm"), self.eps)
+            q = ops.rms_norm(q, weights.vector(HEAD_NORMS[0]), self.eps)
+            k = ops.rms_norm(k, weights.vector(HEAD_NORMS[1]), self.eps)
         cos, sin = context.row_inputs
         scale = self.head_dim**-0.5
         out = context.attend(Attention(i, q, k, v, scale, self.windows[i], (cos, sin)))
@@ -180,10 +180,8 @@ class NativeDecoder(Architecture):
     def flops(self, i: int, n_rows: int, context: int) -> float:
         """Count 2 per weight and row, and 4 per query element and visible key."""
         n_weights = sum(math.prod(shape) for _, shape in self.layer_tensors(i))
-        return (
-            2.0 * n_rows * n_weights
-            + 4.0 * n_rows * (context + n_rows) * self.n_heads * self.head_dim
-        )
+        n_keys = context + n_rows
+        return n_rows * (2.0 * n_weights + 4.0 * n_keys * self.n_heads * self.head_dim)
 
     def window(self, i: int) -> int | None:
         return self.windows[i]
@@ -195,14 +193,57 @@ class NativeDecoder(Architecture):
         return n_rows * widest * itemsize + n_logits * self.vocab_size * (itemsize + 8)
 
 
-def norm(name: str, width: int) -> TensorShape:
-    """Return the weight tensor of a norm."""
-    return TensorShape(f"{name}.weight", (width,))
+def weight(name: str, *shape: int) -> TensorShape:
+    """Return the weight tensor of a norm or a matrix."""
+    return TensorShape(f"{name}.weight", shape)
 
 
 def _linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
     """Return matrices with a shared input, followed by their biases: stored as a single product."""
-    weights = tuple(TensorShape(f"{name}.weight", (n, n_in)) for name, n in n_out.items())
-    return weights + (
-        tuple(TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()) if bias else ()
+    weights = [weight(name, n, n_in) for name, n in n_out.items()]
+    biases = [TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()]
+    return (*weights, *(biases if bias else ()))
+
+
+def native_decoder(raw: dict[str, Any], **changes: Any) -> NativeDecoder:
+    """Build a decoder from a config.json; `changes`: biases, head norms and windows of families."""
+    dtype_name = raw.get("dtype") or raw.get("torch_dtype")
+    hidden_size = raw["hidden_size"]
+    n_heads = raw["num_attention_heads"]
+    n_layers = raw["num_hidden_layers"]
+    n_kv_heads = raw.get("num_key_value_heads") or n_heads
+    eps = raw["rms_norm_eps"]
+    activation = raw.get("hidden_act", "silu")
+    is_grouped = n_heads % n_kv_heads == 0
+    is_even = raw.get("head_dim") or hidden_size % n_heads == 0
+    n_mtp = raw.get("num_nextn_predict_layers") or 0
+    check_integer("num_nextn_predict_layers", n_mtp, 0, MOST)
+    for name, value, holds, need in (
+        ("dtype", dtype_name, dtype_name in (None, *_DTYPES), ", ".join(_DTYPES)),
+        ("num_key_value_heads", n_kv_heads, is_grouped, f"a divisor of {n_heads} heads"),
+        ("hidden_size", hidden_size, is_even, f"a multiple of {n_heads} heads"),
+        ("hidden_act", activation, activation == "silu", "silu"),
+        ("rms_norm_eps", eps, type(eps) in (int, float) and 0 <= eps < math.inf, "a number >= 0"),
+    ):
+        if not holds:
+            raise config_error(f"{name} {value!r} is not supported", need=need)
+    head_dim = raw.get("head_dim") or hidden_size // n_heads
+    decoder = NativeDecoder(
+        family=raw["model_type"],
+        dtype_name=dtype_name,
+        n_layers=n_layers,
+        vocab_size=raw["vocab_size"],
+        hidden_size=hidden_size,
+        intermediate_size=raw["intermediate_size"],
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        max_positions=raw["max_position_embeddings"],
+        eps=eps,
+        tied=raw.get("tie_word_embeddings", False),
+        windows=(None,) * n_layers,
+        rope=Rope(RopeConfig.from_config(raw, head_dim)),
+        n_mtp=n_mtp,
+        tp_plan=_TP_PLAN,
     )
+    return replace(decoder, **changes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -54,19 +55,10 @@ class ImageProcessor:
         self._tower = tower
         self._max_pixels = max_pixels
 
-    @classmethod
-    def load(
-        cls, path: Path, tokenizer: PreTrainedTokenizerBase, tower: ImageTower, max_pixels: int
-    ) -> Self:
-        """Load the processor of a checkpoint directory. Raises CheckpointError."""
-        return cls(load_processor(path, tokenizer, tower.family), tower, max_pixels)
-
     def encode(self, text: str, images: Sequence[Image]) -> ImagePrompt:
         """Encode a text with a placeholder per image of `scaled`. Raises PromptError."""
-        try:
+        with _processing():
             out = self._processor(text=[text], images=images)
-        except Exception as error:  # processors raise any class
-            raise _failed(error) from error
         return self._prompt(out)
 
     def encode_chat(
@@ -88,10 +80,8 @@ class ImageProcessor:
             "processor_kwargs": {"images": images},
         }  # fmt: skip
         turns = [dict(message) for message in messages]
-        try:
+        with _processing():
             out = self._processor.apply_chat_template(turns, **{**options, **encoding})
-        except Exception as error:  # templates and processors raise any class
-            raise _failed(error) from error
         return self._prompt(out)
 
     def _prompt(self, out: Mapping[str, Any]) -> ImagePrompt:
@@ -99,21 +89,18 @@ class ImageProcessor:
         ids = list(out["input_ids"][0])
         rows = np.flatnonzero(np.array(ids) == self._tower.token_id)
         place = self._processor.tokenizer.convert_ids_to_tokens(self._tower.token_id)
-        parts = []
+        images = []
         first = 0
         for processed in out["processed_images"]:
+            key = image_key(processed.image.size, processed.image.tobytes())
             stop = first + processed.text.count(place)
-            parts.append(self._image(rows[first:stop], processed))
+            small = {
+                name: value for name, value in processed.small.items() if name in self._tower.inputs
+            }
+            images.append(PromptImage(key, rows[first:stop], small, processed.pixels))
             first = stop
         assert first == len(rows), "an image has as many tokens alone as in its prompt"
-        return self._tower.prompt(ids, tuple(parts))
-
-    def _image(self, rows: np.ndarray, processed: ProcessedImage) -> PromptImage:
-        key = image_key(processed.image.size, processed.image.tobytes())
-        small = {
-            name: value for name, value in processed.small.items() if name in self._tower.inputs
-        }
-        return PromptImage(key, rows, small, processed.pixels)
+        return self._tower.prompt(ids, tuple(images))
 
     def scaled(self, image: Image) -> Image:
         """Scale an image down to the largest permitted number of pixels.
@@ -130,11 +117,17 @@ class ImageProcessor:
         return image
 
 
-def _failed(error: Exception) -> PromptError:
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return PromptError(
-        f"the model's processor failed: {said}", change="check the images and their placeholders"
-    )
+@contextmanager
+def _processing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # templates and processors raise any class
+        problem = f"the model's processor failed: {_said(error) or type(error).__name__}"
+        raise PromptError(problem, change="check the images and their placeholders") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) -> Any:
@@ -163,11 +156,9 @@ def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
         made = _image_by_image(getattr(transformers, name))
         return made(image_processor=images, tokenizer=tokenizer, **known)
     except Exception as error:  # transformers raises any class
-        said = " ".join(str(error).split())[:200]
-        raise CheckpointError(
-            f"the image processor in {path} cannot be loaded: {said}",
-            change="download it again, or set --max-image-pixels=0",
-        ) from error
+        problem = f"the image processor in {path} cannot be loaded: {_said(error)}"
+        change = "download it again, or set --max-image-pixels=0"
+        raise CheckpointError(problem, change=change) from error
 
 
 def _image_by_image(made: Any) -> Any:
@@ -191,7 +182,7 @@ def _image_by_image(made: Any) -> Any:
             for image in flat:
                 process = partial(super()._process_images, [image], **kwargs)
                 outputs, (text,) = process()
-                small = {name: outputs[name] for name in outputs if not _has_pixels(name)}
+                small = {name: outputs[name] for name in outputs if not name.startswith("pixel")}
                 # Qwen's pixels need eight times the memory of the image: compute them again later.
                 parts.append(ProcessedImage(image, text, small, partial(_pixels, process)))
             return {"processed_images": parts}, [part.text for part in parts]
@@ -205,11 +196,7 @@ def _image_by_image(made: Any) -> Any:
 
 def _pixels(process: Callable[[], tuple[Mapping[str, Any], list[str]]]) -> dict[str, Any]:
     outputs, _ = process()
-    return {name: outputs[name] for name in outputs if _has_pixels(name)}
-
-
-def _has_pixels(name: str) -> bool:
-    return name.startswith("pixel")
+    return {name: outputs[name] for name in outputs if name.startswith("pixel")}
 
 
 def _read(path: Path) -> dict[str, Any]:

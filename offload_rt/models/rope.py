@@ -33,11 +33,7 @@ _THETA = 10_000.0  # of a config.json without one
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Part of a config.json that rotary embeddings depend on; transformers' functions read these
-    names.
-
-    rope_parameters  with type and theta
-    """
+    """Config of rotary embeddings, in the names that transformers' functions read."""
 
     rope_parameters: Mapping[str, Any]
     head_dim: int
@@ -81,25 +77,19 @@ class Rope:
         parameters = config.rope_parameters
         _check(config, parameters)
         kind = parameters["rope_type"]
-        if kind == "default":
-            # transformers keeps the plain rope inside each model; linear scaling by one is the
-            # same.
+        if kind == "default":  # inside each model of transformers; linear scaling by one is equal
             parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._config = RopeConfig(parameters, config.head_dim, config.max_position_embeddings)
         self._is_dynamic = kind == "dynamic"
 
     def _init(self, length: int | None = None) -> tuple[Tensor, float]:
-        """Inverse frequencies (head_dim / 2,) and the scale of cosines and sines, for a text of
-        this length.
-        """
+        """Return inverse frequencies (head_dim / 2,), and the scale of cosines and sines."""
         import torch  # not at the top, nor transformers: a plan rotates nothing
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        compute = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
-        frequencies: tuple[Tensor, float] = compute(
-            self._config, torch.device("cpu"), seq_len=length
-        )
-        return frequencies
+        compute: Any = ROPE_INIT_FUNCTIONS[self._config.rope_parameters["rope_type"]]
+        found: tuple[Tensor, float] = compute(self._config, torch.device("cpu"), seq_len=length)
+        return found
 
     @cached_property
     def _plain(self) -> tuple[Tensor, float]:
@@ -144,23 +134,20 @@ def _check(config: Any, parameters: Mapping[str, Any]) -> None:
     kind = parameters.get("rope_type")
     if not isinstance(kind, str) or kind not in KINDS:
         raise config_error(f"rope type {kind!r} is not understood", have=", ".join(KINDS))
-    lacking = [name for name in ("rope_theta", *KINDS[kind]) if parameters.get(name) is None]
-    if lacking:
-        raise config_error(f"rope setting {lacking[0]!r} is missing for rope type {kind!r}")
-    unknown = sorted(set(parameters) - KEYS)
-    if unknown:
+    for name in ("rope_theta", *KINDS[kind]):
+        if parameters.get(name) is None:
+            raise config_error(f"rope setting {name!r} is missing for rope type {kind!r}")
+    if unknown := sorted(set(parameters) - KEYS):
         raise config_error(f"rope setting {unknown[0]!r} is not understood")
     for name in sorted(set(parameters) - _NOT_NUMBERS):
         value = parameters[name]
         if value is not None and not (type(value) in (int, float) and abs(value) < math.inf):
             raise config_error(f"{name} is {value!r}", need="a number")
     low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
-    positive = [
-        parameters[name]
-        for name in ("rope_theta", "factor", _LENGTH)
-        if parameters.get(name) is not None
-    ]
-    if min(positive) <= 0 or (low is not None and low == high):
+    positive = [parameters.get(name) for name in ("rope_theta", "factor", _LENGTH)]
+    if any(value is not None and value <= 0 for value in positive) or (
+        low is not None and low == high
+    ):
         raise config_error("the rope settings give frequencies that are not numbers")
     short, long = (parameters.get(name) for name in _FACTORS)
     if short != long or (short is None) != (kind != "longrope"):

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -107,8 +108,8 @@ class PassCache(Cache):
         v: Tensor,
         scale: float,
         window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store k and v, and attend with q (1, n_heads, n, dim); returns (1, n, n_heads, v_dim).
 
@@ -167,14 +168,13 @@ def delta_net(net: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     beta = b[0].sigmoid() * (2 if getattr(net, "allow_neg_eigval", False) else 1)
     log_decays = -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
     weight = net.conv1d.weight.squeeze(1)
-    shape = StateShape(
-        net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim, weight.shape[1]
-    )
+    heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
+    shape = StateShape(*heads, weight.shape[1])
     out = net.__dict__["pass_cache"].recur(shape, x[0], weight, log_decays[0], beta)
     norm = net.norm if hasattr(net, "norm") else net.o_norm
     project = net.out_proj if hasattr(net, "norm") else net.o_proj
-    heads = norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
-    return project(heads.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
+    normed = norm(out.flatten(0, 1), gate.reshape(-1, net.head_v_dim))
+    return project(normed.view(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
 
 def _traced_attention(
@@ -187,9 +187,8 @@ def _traced_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention for tracing. Raises UnsupportedModelError for unsupported attention."""
-    unknown = sorted(
-        key for key, value in kwargs.items() if isinstance(value, Tensor) and key not in _KNOWN
-    )
+    tensors = {key for key, value in kwargs.items() if isinstance(value, Tensor)}
+    unknown = sorted(tensors - _KNOWN)
     is_ours = attention_mask is None or hasattr(attention_mask, "window")
     if unknown or not is_ours or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"its attention uses {(unknown or ['a custom mask'])[0]}")
@@ -215,14 +214,14 @@ def _mask(
     return mask
 
 
+@dataclass(frozen=True)
 class Table:
     """Embedding table; replaces the module's parameter for lookups."""
 
-    def __init__(self, name: str, weights: LayerWeights, device: torch.device) -> None:
-        self._name = name
-        self._weights = weights
-        self.dtype = weights.dtype
-        self.device = device
+    name: str
+    weights: LayerWeights
+    dtype: torch.dtype
+    device: torch.device
 
     @classmethod
     def __torch_function__(
@@ -230,7 +229,7 @@ class Table:
     ) -> Tensor:
         assert function is F.embedding, "embedding modules only look up rows"
         ids, table = args[:2]
-        rows: Tensor = table._weights.rows(ids.flatten(), table._name)
+        rows: Tensor = table.weights.rows(ids.flatten(), table.name)
         return rows.view(*ids.shape, rows.shape[1])
 
 
@@ -330,9 +329,8 @@ class Trace:
     def visit(self, i: int, hidden: Tensor, call: Call) -> Tensor:
         """Run a layer. Raises UnsupportedModelError if layers cannot run separately in order."""
         if i != self.n_layers or (i > 0 and hidden is not self._hidden):
-            raise UnsupportedModelError(
-                "it computes between its layers, or calls them out of order"
-            )
+            problem = "it computes between its layers, or calls them out of order"
+            raise UnsupportedModelError(problem)
         self.first = hidden if i == 0 else self.first
         n_before = self._n_calls
         self._hidden = hidden
@@ -373,8 +371,5 @@ def find_mixtures(
         routers = ((source, n) for source, n, part in parts if part is chosen)
         router, place = next(routers, (None, 0))
         mixtures[i] = LayerMixture(module, name, shapes, chosen.shape[1], router, place)
-    kinds = {
-        (mixture.n_experts, mixture.n_used, *mixture.parameters.values())
-        for mixture in mixtures.values()
-    }
+    kinds = {(mixture.n_used, *mixture.parameters.values()) for mixture in mixtures.values()}
     return mixtures if len(kinds) == 1 else {}

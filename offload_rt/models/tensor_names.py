@@ -32,6 +32,8 @@ _COMPRESSED = (
         [MergeModulelist(0)],
     ),
 )
+# Operations that join the matrices of experts.
+_MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 class TensorNames:
@@ -51,11 +53,9 @@ class TensorNames:
         self._converters = [name for name in transforms if isinstance(name, WeightConverter)]
         self._of_experts: dict[str, dict[str, dict[str, None]]] = {}
         self._split: dict[str, dict[str, TensorShape]] = {}
-        layer_names = (
-            {f"{model.prefix}{i}.{name}" for name in names}
-            for i, names in enumerate(model.shapes[:-1])
-        )
-        self._needed = set(model.shapes[-1]).union(*layer_names)
+        self._needed = set(model.shapes[-1])
+        for i, names in enumerate(model.shapes[:-1]):
+            self._needed |= {f"{model.prefix}{i}.{name}" for name in names}
         for stored in sorted(shapes, key=dot_natural_key):
             self._add(stored, shapes[stored])
 
@@ -76,9 +76,10 @@ class TensorNames:
         experts, _, part = stored.rpartition("_")  # packed codes or scales of all experts
         name = self._renamed(experts)[0]
         if name in self._model.state and shape[:1] == self._model.state[name][:1]:
+            of_experts = self._of_experts.setdefault(name, {}).setdefault("", {})
             for i in range(shape[0]):
                 self.parts[f"{name}.{i}.{part}"] = Part(stored, i, 1)
-                self._of_experts.setdefault(name, {}).setdefault("", {})[f"{name}.{i}"] = None
+                of_experts[f"{name}.{i}"] = None
         else:
             self.parts[stored] = Part(stored)
 
@@ -91,9 +92,7 @@ class TensorNames:
         self, stored: str, probe: str, ending: str, shape: tuple[int, ...], name: str, pattern: str
     ) -> None:
         """Locate a tensor that is split into, or concatenated from, model tensors."""
-        converter = next(
-            candidate for candidate in self._converters if pattern in candidate.source_patterns
-        )
+        converter = next(item for item in self._converters if pattern in item.source_patterns)
         steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
         own_name = apply_renamings(probe, self._renamings)
         base = f"{self._base}."
@@ -102,14 +101,10 @@ class TensorNames:
         if steps == [(Concatenate, 0)] and not ending:
             self.parts[own_name] = Part(stored)
             self._split.setdefault(name, {})[pattern] = TensorShape(own_name, shape)
-        elif steps in (
-            [(MergeModulelist, 0)],
-            [(MergeModulelist, 0), (Concatenate, 1)],
-        ) and probe.endswith(".weight"):
+        elif steps in _MERGES and probe.endswith(".weight"):
             self.parts[_ended(own_name, ending)] = Part(stored)
-            self._of_experts.setdefault(name, {}).setdefault(pattern, {})[
-                own_name.removesuffix(".weight")
-            ] = None
+            experts = self._of_experts.setdefault(name, {}).setdefault(pattern, {})
+            experts[own_name.removesuffix(".weight")] = None
         elif steps == [(Chunk, 0)] and not ending:
             targets = converter.target_patterns
             n_rows = shape[0] // len(targets)
@@ -127,16 +122,15 @@ class TensorNames:
         layers = [StoredParts({}, {}) for _ in self._model.layers]
         for name, modules in self._of_experts.items():
             i, start = self._layer(name)
-            kinds = [
-                [module[start:] for module in modules[pattern]]
-                for pattern in self._in_order(modules)
+            kinds = (modules[pattern] for pattern in self._in_order(modules))
+            layers[i].experts[name[start:]] = [
+                [module[start:] for module in expert] for expert in zip(*kinds, strict=True)
             ]
-            layers[i].experts[name[start:]] = [list(module) for module in zip(*kinds, strict=True)]
         for name, tensors in self._split.items():
             i, start = self._layer(name)
+            parts = (tensors[pattern] for pattern in self._in_order(tensors))
             layers[i].split[name[start:]] = [
-                TensorShape(tensors[pattern].name[start:], tensors[pattern].shape)
-                for pattern in self._in_order(tensors)
+                TensorShape(part.name[start:], part.shape) for part in parts
             ]
         return tuple(layers)
 
@@ -146,14 +140,10 @@ class TensorNames:
         return int(i), len(f"{self._model.prefix}{i}.")
 
     def _in_order(self, patterns: Iterable[str]) -> list[str]:
-        order = {"": 0} | {
-            source: n
-            for converter in self._converters
-            for n, source in enumerate(converter.source_patterns)
-        }
+        sources = [converter.source_patterns for converter in self._converters]
+        order = {"": 0} | {source: n for names in sources for n, source in enumerate(names)}
         return sorted(patterns, key=order.__getitem__)
 
 
 def _ended(name: str, ending: str) -> str:
-    """Replace the suffix "weight" of a name by `ending`, unless empty."""
     return name.removesuffix("weight") + ending if ending else name

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,8 +53,6 @@ from offload_rt.models.traced_experts import (
 _ROUTER = frozenset({"mlp.gate"})
 # Number of rows for tracing: differs from every model size, so row dimensions are recognizable.
 _N_ROWS = 7
-
-
 # Maps layer index, input hidden states and arguments to output hidden states.
 _Visit = Callable[[int, Tensor, Call], Tensor]
 
@@ -69,13 +68,6 @@ class ImageInputs(NamedTuple):
     module: nn.Module
     arguments: dict[str, Any]
     has_deep: bool
-
-
-def _all_there(weights: LayerWeights) -> LayerExperts:
-    """Return experts that are part of a layer's weights."""
-    return LayerExperts(
-        lambda n_rows, _: ((expert, weights) for expert in n_rows), lambda: None, lambda _: None
-    )
 
 
 class TracedModel:
@@ -139,9 +131,8 @@ class TracedModel:
                     choose_llama4_experts(module)
                 self.has_custom_attention |= replace_attention(module)
             places[i] = Place(layer, partial(self._visit_place, i))
-        has_bias = self.has_custom_attention and not ALIBI.isdisjoint(
-            inspect.signature(self.layers[0].forward).parameters
-        )
+        arguments = inspect.signature(self.layers[0].forward).parameters
+        has_bias = self.has_custom_attention and not ALIBI.isdisjoint(arguments)
         if not (self._has_positions or has_bias):
             raise UnsupportedModelError("its model has no position_ids argument")
         self._bind(self._trace(), names, tied)
@@ -149,19 +140,16 @@ class TracedModel:
     def _trace(self) -> list[nn.Module]:
         """Run the model on shapes and check assumptions; return the modules outside the layers."""
         called: dict[nn.Module, None] = {}
-        modules = self.model.modules()
-        hooks = [
-            module.register_forward_pre_hook(lambda module, _: called.setdefault(module))
-            for module in modules
-        ]
         outputs: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
-        def note(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-        ) -> None:
+        def enter(module: nn.Module, _: Any) -> None:
+            called[module] = None
+
+        def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             if len(args) + len(kwargs) == 1 and isinstance(out, tuple):
                 outputs.append((module, out))
 
+        hooks = [module.register_forward_pre_hook(enter) for module in self.model.modules()]
         modules = (module for layer in self.layers for module in layer.modules())
         hooks += [module.register_forward_hook(note, with_kwargs=True) for module in modules]
         config = self.model.config
@@ -229,10 +217,9 @@ class TracedModel:
         has_deep = images is not None and images.has_deep
 
         def collect(i: int, hidden: Tensor, call: Call) -> Tensor:
+            added = self._to_rows(hidden) if has_deep and i else None
+            calls.append((hidden, call._replace(added=added)))
             # Outputs of zeros isolate the features that the decoder adds before the next layer.
-            calls.append(
-                (hidden, call._replace(added=self._to_rows(hidden)) if has_deep and i else call)
-            )
             return torch.zeros_like(hidden) if has_deep else hidden
 
         self.move_to(ids.device)
@@ -307,12 +294,16 @@ class TracedModel:
         experts = stored.experts
         mixture = self.mixtures.get(i)
         share = weights.expert_share
-        experts_in_use = weights.experts or (share and _all_there(weights))
-        if mixture is not None and experts_in_use:
+        if mixture is not None and (weights.experts or share):
             owned = share.owned if share else range(mixture.n_experts)
             experts = {name: parts[owned.start : owned.stop] for name, parts in experts.items()}
-            predict = partial(self._choice_of_next, i, experts_in_use)
-            touched = Touched(experts_in_use, owned, mixture.name, experts, predict)
+            in_use = weights.experts or LayerExperts(
+                lambda n_rows, _: zip(n_rows, repeat(weights), strict=False),
+                lambda: None,
+                lambda _: None,
+            )
+            predict = partial(self._choice_of_next, i, in_use)
+            touched = Touched(in_use, owned, mixture.name, experts, predict)
             mixture.module.__dict__ |= {"share": share, "touched": touched}
         apart = mixture.parameters if mixture is not None and weights.experts is not None else {}
 
@@ -320,7 +311,7 @@ class TracedModel:
             name, shape, dtype = tensor[2:]
             module = name.removesuffix(".weight")
             if name in self._tables:
-                return Table(module, weights, self._device)
+                return Table(module, weights, weights.dtype, self._device)
             if parts := experts.get(name):
                 is_fused = self._device.type == "cuda" and name not in self.transposed
                 return experts_of(parts, (len(parts), *shape[1:]), weights, is_fused)
@@ -342,15 +333,13 @@ class TracedModel:
 
         Source: Eliseev and Mazur 2023. None without an identified router, or off the device.
         """
-        following = next(((j, mixture) for j, mixture in self.mixtures.items() if j > i), None)
-        if (
-            following is None
-            or following[1].router is None
-            or (weights := experts.following()) is None
-        ):
+        j = min((j for j in self.mixtures if j > i), default=None)
+        if j is None or (mixture := self.mixtures[j]).router is None:
             return None
-        with self._given(following[0], weights):
-            chosen: Tensor = following[1].router(hidden)[following[1].place]
+        if (weights := experts.following()) is None:
+            return None
+        with self._given(j, weights):
+            chosen: Tensor = mixture.router(hidden)[mixture.place]
         return chosen
 
     def _forward(
@@ -384,8 +373,7 @@ class TracedModel:
     def _of_rows(self, x: Tensor) -> Tensor:
         """Reshape hidden states from (n, width) to the model's shape."""
         before = self.hidden_shape[: self._row_dim]
-        behind = self.hidden_shape[self._row_dim :]
         # Keep standard strides: with others, torch would copy the weights of a product.
         if math.prod(before) == 1:
-            return x.view(*before, len(x), *behind)
+            return x.view(*before, len(x), *self.hidden_shape[self._row_dim :])
         return x.view(len(x), *self.hidden_shape).movedim(0, self._row_dim)

@@ -24,6 +24,8 @@ from offload_rt.packing import CODED_ROWS
 _GROUPED_MM = 90
 # Expert modules of each projection, by expert.
 _Modules = Sequence[Sequence[str]]
+# Maps module, hidden states, chosen experts and scores to mixed outputs.
+_Mix = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def mixture(module: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -111,9 +113,7 @@ def mix_of_all(
     return mixed
 
 
-def _grouped_products(
-    module: Any, hidden: Tensor, n_chosen: int
-) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
+def _grouped_products(module: Any, hidden: Tensor, n_chosen: int) -> _Mix | None:
     """Return a mixture with one product of all experts per projection; None if not on a GPU.
 
     n_chosen  experts chosen by all rows
@@ -130,11 +130,9 @@ def _grouped_products(
     return partial(_mix_stacks, stacks)
 
 
-def _cpu_products(
-    module: Any, hidden: Tensor
-) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor] | None:
+def _cpu_products(module: Any, hidden: Tensor) -> _Mix | None:
     """Return a mixture with one call per projection for all experts; None if not served."""
-    up, down = (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+    up, down = _projections(module)
     if hidden.is_cuda or module.has_bias or not isinstance(up, _Experts):
         return None
     return partial(_mix_on_cpu, up.weights, (up.names, down.names))
@@ -148,11 +146,10 @@ def _mix_on_cpu(
     chosen: Tensor,
     scores: Tensor,
 ) -> Tensor:
-    """Compute a mixture, see transformers' ExpertsInterface.
+    """Compute a mixture; outputs are added in expert order, as in `Touched.mix`.
 
     modules         matrices of the first projection, and of the second
     chosen, scores  (n_rows, n_used)
-    Outputs are added in expert order, as in `Touched.mix`.
     """
     n_rows, n_used = chosen.shape
     numbers, order = chosen.flatten().sort(stable=True)
@@ -161,8 +158,7 @@ def _mix_on_cpu(
     ends = list(accumulate(n_chosen.values()))
     up, down = modules
     x = hidden if n_rows == 1 else hidden[order // n_used]
-    inner = weights.linear_experts(x, ends, up, experts)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = _activated(module, weights.linear_experts(x, ends, up, experts))
     out = weights.linear_experts(inner, ends, down, experts)
     out = module.post_expert_norm(out) if module.has_post_expert_norm else out
     weighted = (out * scores.flatten()[order, None]).to(hidden.dtype)
@@ -181,13 +177,19 @@ def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | No
     """
     if not extension.serves(hidden):
         return None
-    up, down = (
-        _stacks_of(value, module.is_transposed)
-        for value in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj)
-    )
+    up, down = (_stacks_of(value, module.is_transposed) for value in _projections(module))
     is_split = len(up) > 1 and module.has_bias
     served = all(stack is not None and serves_stack(hidden.dtype, stack) for stack in (*up, *down))
     return (up, down) if served and not is_split else None  # type: ignore[return-value]  # no None
+
+
+def _projections(module: Any) -> tuple[Any, Any]:
+    return (module.gate_up_proj if module.has_gate else module.up_proj), module.down_proj
+
+
+def _activated(module: Any, up: Tensor) -> Tensor:
+    out: Tensor = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    return out
 
 
 def _stacks_of(value: Any, is_transposed: bool) -> list[Stack | None]:
@@ -220,8 +222,7 @@ def _mix_stacks(
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    up = project(name, stacks[0], hidden, order // n_used)
-    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    inner = _activated(module, project(name, stacks[0], hidden, order // n_used))
     out = project("down_proj", stacks[1], inner, None)
     out = module.post_expert_norm(out) if module.has_post_expert_norm else out
     weighted = out * scores.flatten()[order, None]
@@ -252,15 +253,13 @@ def experts_of(
     return _Experts(names, shape, weights) if whole is None else whole.view(shape)
 
 
+@dataclass(frozen=True)
 class _Experts:
     """Parameter of an expert module: a matrix, or several concatenated by output, per expert."""
 
-    def __init__(
-        self, names: list[list[str]], shape: tuple[int, ...], weights: LayerWeights
-    ) -> None:
-        self.names = names
-        self.shape = shape
-        self.weights = weights
+    names: list[list[str]]
+    shape: tuple[int, ...]
+    weights: LayerWeights
 
     def stacked(self) -> list[Stack | None]:
         """Return a stack of each part of the matrices; None if not stored so."""
@@ -270,12 +269,12 @@ class _Experts:
         return MatrixOfModules(self.names[int(expert)], self.weights)
 
 
+@dataclass(frozen=True)
 class MatrixOfModules:
     """Matrix with its rows stored in several tensors; supports only `linear` and `matmul`."""
 
-    def __init__(self, names: list[str], weights: LayerWeights) -> None:
-        self._names = names
-        self._weights = weights
+    names: list[str]
+    weights: LayerWeights
 
     @classmethod
     def __torch_function__(
@@ -284,7 +283,7 @@ class MatrixOfModules:
         x, matrix, *bias = args
         is_product = function in (F.linear, Tensor.matmul) and bias in ([], [None])
         assert is_product, "modules compute products without bias"
-        return torch.cat([matrix._weights.linear(x, name) for name in matrix._names], dim=-1)
+        return torch.cat([matrix.weights.linear(x, name) for name in matrix.names], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -335,11 +334,10 @@ class Touched:
         for expert, came in self.experts.arrive(wanted, work):
             at = places(expert, order)
             rows = at // n_used
-            out = (
-                came
-                if isinstance(came, Tensor)
-                else self._expert(module, hidden[rows], expert, came)
-            )
+            if isinstance(came, Tensor):
+                out = came
+            else:
+                out = self._expert(module, hidden[rows], expert, came)
             out = module.post_expert_norm(out) if module.has_post_expert_norm else out
             outputs[expert] = rows, (out * scores.flatten()[at, None]).to(hidden.dtype)
         mixed = torch.zeros_like(hidden)
@@ -349,10 +347,8 @@ class Touched:
 
     def _expert(self, module: Any, x: Tensor, expert: int, weights: LayerWeights) -> Tensor:
         """Compute an expert without a norm after it, by the attributes of transformers' experts."""
-        up = self._product(
-            module, x, expert, weights, "gate_up_proj" if module.has_gate else "up_proj"
-        )
-        inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+        key = "gate_up_proj" if module.has_gate else "up_proj"
+        inner = _activated(module, self._product(module, x, expert, weights, key))
         return self._product(module, inner, expert, weights, "down_proj")
 
     def _product(
@@ -360,9 +356,7 @@ class Touched:
     ) -> Tensor:
         name = f"{self.name}.{key}"
         if name in self.names:
-            out = torch.cat(
-                [weights.linear(x, module_name) for module_name in self.names[name][expert]], dim=-1
-            )
+            out = torch.cat([weights.linear(x, part) for part in self.names[name][expert]], dim=-1)
         else:
             matrix = weights.tensor(f"{name}.{expert}")
             out = linear(x, matrix.T if module.is_transposed else matrix)

@@ -36,9 +36,8 @@ class TracedMtp(Mtp, TransformersModel):
                     for name in shapes
                     if name.startswith(their_name)
                 }
-        spec, parts = super().of_checkpoint(
-            {our_name: shapes[name] for our_name, name in known.items()}
-        )
+        own_shapes = {our_name: shapes[name] for our_name, name in known.items()}
+        spec, parts = super().of_checkpoint(own_shapes)
         return spec, {name: part._replace(name=known[part.name]) for name, part in parts.items()}
 
     def normed(self, weights: LayerWeights, name: str, x: Tensor) -> Tensor:
@@ -53,9 +52,8 @@ def traced_mtp(target: Architecture, layout: MtpLayout) -> TracedMtp:
     text.num_hidden_layers = 1
     text.layer_types = ["full_attention"]
     model = TracedModel(config, type(target.model.model))
-    norm = next(
-        name for name, module in model.model.named_modules() if module is model.decoder.norm
-    )
+    names = {module: name for name, module in model.model.named_modules()}
+    norm = names[model.decoder.norm]
     head_layout = layout._replace(layer=f"{model.prefix}0.", norm=norm)
     changes = {
         "family": "mtp",

@@ -7,7 +7,7 @@ outside of its products then takes a third of the time of transformers' modules.
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Self
 
@@ -24,15 +24,8 @@ from offload_rt.models import image_tower
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.bound_modules import WHOLE, StoredParts
 from offload_rt.models.image_tower import ImageTower
-from offload_rt.models.layers import (
-    LayerWeights,
-    Mixture,
-    Part,
-    PassContext,
-    TensorShape,
-)
-from offload_rt.models.native import NativeDecoder
-from offload_rt.models.native_config import native_decoder
+from offload_rt.models.layers import LayerWeights, Mixture, Part, PassContext, TensorShape
+from offload_rt.models.native import NativeDecoder, native_decoder
 from offload_rt.models.stand_ins import OTHER_STATE, OWN_CODE, TRACED
 from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.traced import TracedModel
@@ -71,6 +64,11 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
         is_own = isinstance(error, KeyError) and error.args == (TRACED,)
         why = f"its layers {OWN_CODE}" if is_own else f"its model cannot be traced ({_said(error)})"
         raise UnsupportedModelError(f"{kind} is not supported: {why}") from error
+    has_tower = (
+        kind in image_tower.FAMILIES
+        and getattr(config, "vision_config", None) is not None
+        and hasattr(model.model.base_model, "get_image_features")
+    )
     spec = TransformersModel(
         family=kind,
         dtype_name=None if config.dtype is None else str(config.dtype).removeprefix("torch."),
@@ -82,17 +80,11 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
         max_positions=_max_positions(model.text, model.windows),
         config=config.to_json_string(),
         model=model,
-        tower=_tower(kind, model),
+        tower=ImageTower(model, kind) if has_tower else None,
         tp_plan=dict.fromkeys(model.linears, "colwise_gather_output")
         | (model.text.base_model_tp_plan or {}),
     )
     return _with_native_attention(spec) if kind in _HAS_QK_NORM else spec
-
-
-def _tower(kind: str, model: TracedModel) -> ImageTower | None:
-    config = getattr(model.model.config, "vision_config", None)
-    has_tower = config is not None and hasattr(model.model.base_model, "get_image_features")
-    return ImageTower(model, kind) if kind in image_tower.FAMILIES and has_tower else None
 
 
 def _said(error: Exception) -> str:
@@ -107,8 +99,7 @@ def _refuse_other_state(config: PreTrainedConfig) -> None:
     known = _KINDS | {"linear_attention"} if hasattr(text, "linear_num_value_heads") else _KINDS
     known = known | {"indexed_attention"} if hasattr(text, "index_topk") else known
     for name in ("layer_types", "layers_block_type"):
-        unknown = sorted(set(getattr(text, name, None) or ()) - known)
-        if unknown:
+        if unknown := sorted(set(getattr(text, name, None) or ()) - known):
             raise UnsupportedModelError(f"its layers of type {unknown[0]!r} {OTHER_STATE}")
 
 
@@ -123,8 +114,8 @@ def _class_of(kind: str, named: object) -> type[PreTrainedModel]:
     if isinstance(named, list) and len(named) == 1 and named[0] in class_names:
         names.insert(0, named[0])
     for name in names:
-        model_class: type[PreTrainedModel] | None = getattr(transformers, name, None)
-        if model_class is not None:
+        if hasattr(transformers, name):
+            model_class: type[PreTrainedModel] = getattr(transformers, name)
             return model_class
     raise UnsupportedModelError("transformers has no causal language model of this type")
 
@@ -195,27 +186,23 @@ class TransformersModel(Architecture):
         names = TensorNames(self.model, shapes)
         # Text models are also published with the config of the whole model.
         has_tower = self.tower is not None and self.tower.parts[0][0].name in names.parts
-        return replace(
-            self,
-            tower=self.tower if has_tower else None,
-            parts=names.stored_parts(),
-        ), names.parts
+        tower = self.tower if has_tower else None
+        return replace(self, tower=tower, parts=names.stored_parts()), names.parts
 
     @property
     def mixture(self) -> Mixture | None:
         mixtures = self.model.mixtures
-        mixture = next(iter(mixtures.values()), None)
-        if mixture is None:
+        if not mixtures:
             return None
-        return Mixture(tuple(sorted(mixtures)), mixture.n_experts, mixture.n_used)
+        first = next(iter(mixtures.values()))
+        return Mixture(tuple(sorted(mixtures)), first.n_experts, first.n_used)
 
     def expert_names(self, i: int) -> Mapping[str, int | None]:
         names: dict[str, int | None] = {}
         for name in self.model.mixtures[i].parameters if i in self.model.mixtures else ():
             matrices = self._parts(i).experts.get(name)
-            names |= {
-                matrix: expert for expert, group in enumerate(matrices or ()) for matrix in group
-            }
+            for expert, group in enumerate(matrices or ()):
+                names |= dict.fromkeys(group, expert)
             names |= {} if matrices else {name: None}
         return names
 
@@ -227,42 +214,33 @@ class TransformersModel(Architecture):
         tensors = list[TensorShape]()
         held = self._parts(i)
         for name, shape in self.model.shapes[i].items():
-            parts = [matrix_name for names in held.experts.get(name, ()) for matrix_name in names]
+            parts = [part for names in held.experts.get(name, ()) for part in names]
             ordered = (shape[0], *shape[:0:-1]) if name in self.model.transposed else shape
             matrix = (math.prod(ordered[:2]) // max(len(parts), 1), *ordered[2:])
-            stored = held.split.get(name, [TensorShape(name, shape)])
-            tensors += [
-                TensorShape(f"{matrix_name}.weight", matrix) for matrix_name in parts
-            ] or stored
+            experts = [TensorShape(f"{part}.weight", matrix) for part in parts]
+            tensors += experts or held.split.get(name, [TensorShape(name, shape)])
         return tuple(tensors)
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
-        """Return the tensors of modules called for text."""
         return tuple(TensorShape(*item) for item in self.model.shapes[-1].items())
 
     def is_unused(self, name: str) -> bool:
-        """Ignore unused parts, copies of tied weights, derived buffers, and transformers' list."""
         ignored = self.model.model._keys_to_ignore_on_load_unexpected or ()
-        derived = (
-            name.endswith(("rotary_emb.inv_freq", ".masked_bias"))
-            or name in self.model.buffer_names
-        )
         return (
             name in self.model.state
-            or derived
+            or name in self.model.buffer_names
+            or name.endswith(("rotary_emb.inv_freq", ".masked_bias"))
             or any(re.search(pattern, name) for pattern in ignored)
         )
 
     def row_inputs(
         self, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Return the positions; the model derives all further inputs."""
         return (positions,)
 
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return the first layer's input and the arguments of all layers."""
         return self.model.embed(weights, ids, row_inputs[0])
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
@@ -277,23 +255,18 @@ class TransformersModel(Architecture):
         n_weights = sum(self._n_met(shape) * math.prod(shape[-2:]) for shape in shapes)
         # A row reads a state twice and updates it; rows of a block interact with each other.
         if i in self.model.cache.states:
-            state = self.state_shapes[0]
-            n_head_products = 3 * state.k_dim * state.v_dim + min(n_rows, BLOCK_ROWS) * (
-                state.k_dim + state.v_dim
-            )
-            return 2.0 * n_rows * float(n_weights + state.n_v_heads * n_head_products)
+            _, n_heads, k_dim, v_dim, _ = self.state_shapes[0]
+            n_head_products = 3 * k_dim * v_dim + min(n_rows, BLOCK_ROWS) * (k_dim + v_dim)
+            return 2.0 * n_rows * float(n_weights + n_heads * n_head_products)
         shape = self.kv_shapes[min(i, len(self.kv_shapes) - 1)]
         n_met = self.model.text.num_attention_heads * (shape.k_dim + shape.v_dim)
         return 2.0 * n_rows * float(n_weights + (context + n_rows) * n_met)
 
     def scratch_nbytes(self, n_rows: int, n_logits: int, itemsize: int) -> int:
         """Return the summed inputs and outputs of a layer's matrices, for all experts of a row."""
-        layers = (
-            [shape for shape in shapes.values() if len(shape) > 1]
-            for shapes in self.model.shapes[:-1]
-        )
         widest = max(
-            sum(self._n_met(shape) * sum(shape[-2:]) for shape in layer) for layer in layers
+            sum(self._n_met(shape) * sum(shape[-2:]) for shape in shapes.values() if len(shape) > 1)
+            for shapes in self.model.shapes[:-1]
         )
         logits = n_logits * self.vocab_size * (itemsize + 8)
         # State layers hold float32 channels (convolved, split, normed) and pairs of rows.
@@ -307,12 +280,11 @@ class TransformersModel(Architecture):
 
     def _n_met(self, shape: tuple[int, ...]) -> int:
         """Return the number of matrices of a tensor that a row uses; fewer than all for experts."""
-        n_used = (
-            self.mixture.n_used
-            if self.mixture
-            else getattr(self.model.text, "num_experts_per_tok", None)
-        )
-        return min(shape[0], n_used or shape[0]) if len(shape) == 3 else 1
+        if len(shape) < 3:
+            return 1
+        config = self.mixture.n_used if self.mixture else 0
+        n_used = config or getattr(self.model.text, "num_experts_per_tok", None) or shape[0]
+        return min(shape[0], n_used)
 
     def _parts(self, i: int) -> StoredParts:
         return self.parts[i] if self.parts else WHOLE
@@ -353,5 +325,4 @@ def _with_native_attention(model: TransformersModel) -> NativeMixture:
         windows=tuple(model.model.cache.windows[i, 0] for i in range(model.n_layers)),
         qk_norm=_HAS_QK_NORM[model.family],
     )
-    values = {item.name: getattr(model, item.name) for item in fields(model)}
-    return NativeMixture(**values, decoder=decoder)
+    return NativeMixture(**vars(model), decoder=decoder)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offload_rt.ops import attention_cpu, cpu, extension, layer_cpu, reference, top_cpu
+from offload_rt.ops import cpu, extension, layer_cpu, reference
 from offload_rt.ops.transfer import fill, to_device, to_host
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.ops.verification import Candidates, can_verify, verify
@@ -53,13 +53,10 @@ def rotate_and_store(
     keys: Tensor, values: Tensor, rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k, store k and v in a layer's cache, return q; see the reference."""
-    if (
-        isinstance(rows, slice)
-        and rotary is not None
-        and cpu.serves(q, k, v, *rotary, keys, values)
-    ):
+    tensors = q, k, v, *(rotary or ()), keys, values
+    if isinstance(rows, slice) and rotary is not None and cpu.serves(*tensors):
         return layer_cpu.rotate_and_store(q, k, v, rotary, keys, values, rows.start)
-    if rotary is None or q.shape[-1] % 16 or not _in_vectors(q, k, v, *rotary, keys, values):
+    if rotary is None or q.shape[-1] % 16 or not _in_vectors(*tensors):
         return reference.rotate_and_store(q, k, v, rotary, keys, values, rows)
     at = (rows, 0) if isinstance(rows, Tensor) else (None, rows.start)
     out: Tensor = extension.kernels().rotate_and_store(q, k, v, *rotary, keys, values, *at)
@@ -73,7 +70,7 @@ def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tenso
     Returns (n, k) float32 and (n, k) int64. The first value of a row with NaN is NaN.
     """
     if cpu.serves(logits):
-        return top_cpu.top(logits, k, temperature)
+        return layer_cpu.top(logits, k, temperature)
     return reference.top(logits, k, temperature)
 
 
@@ -100,8 +97,8 @@ def tree_attention(
     sinks  (heads,) additional softmax score per head without a value; None: no sinks
     Returns (n, heads, head_dim of v).
     """
-    if attention_cpu.serves(q, k, v):
-        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap, sinks)[0]
+    if layer_cpu.attends(q, k, v):
+        return layer_cpu.tree_attention(q, k, v, mask, scale, softcap, sinks)[0]
     if sinks is not None or softcap is not None or goes_by_extent(q):
         out, lse = partial_attention(q, k, v, mask, scale, softcap)
         return out if sinks is None else out * (lse - sinks).sigmoid()[..., None].to(out.dtype)
@@ -112,8 +109,8 @@ def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `tree_attention` to a part of the keys, and log-sum-exp (n, heads) for `merge`."""
-    if attention_cpu.serves(q, k, v):
-        return attention_cpu.tree_attention(q, k, v, mask, scale, softcap)
+    if layer_cpu.attends(q, k, v):
+        return layer_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
         return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
     tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
@@ -138,11 +135,8 @@ def goes_by_extent(x: Tensor) -> bool:
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
     """Move rows `first + rows` of a cache to `first` onwards, in place; rows are on the host."""
-    if (
-        extension.serves(keys)
-        and keys.shape == values.shape
-        and keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0
-    ):
+    has_vectors = keys.shape[3] * keys.element_size() % _VECTOR_BYTES == 0
+    if extension.serves(keys) and keys.shape == values.shape and has_vectors:
         extension.kernels().commit_rows(keys, values, rows, first)
     else:
         reference.commit_rows(keys, values, to_device([rows], keys.device)[0], first)

@@ -57,14 +57,11 @@ class Recipe:
 
         Raises NotBuilt.
         """
-        compiler = self._command()
-        print(
-            f"building csrc/ ({self.name}) with {self.compiler}, once for this machine",
-            file=sys.stderr,
-            flush=True,
-        )
+        command = self._command()
+        note = f"building csrc/ ({self.name}) with {self.compiler}, once for this machine"
+        print(note, file=sys.stderr, flush=True)
         unfinished = target.with_suffix(".tmp")
-        command = [*compiler, *self._arguments(), "-o", str(unfinished)]
+        command += [*self._arguments(), "-o", str(unfinished)]
         done = subprocess.run(
             command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
@@ -75,8 +72,7 @@ class Recipe:
         unfinished.replace(target)
 
     def _command(self) -> list[str]:
-        command = shlex.split(os.environ.get("CXX", "")) if self.compiler == "g++" else []
-        if command:
+        if self.compiler == "g++" and (command := shlex.split(os.environ.get("CXX", ""))):
             return command
         compiler = find_compiler(self.compiler)
         if compiler is None:
@@ -144,9 +140,7 @@ def kernels(architectures: Iterable[int] = ARCHITECTURES) -> Recipe:
 
 def find_compiler(name: str) -> str | None:
     """Find a compiler in CUDA_HOME, CUDA_PATH, PATH, the system's CUDA and pip's CUDA."""
-    from_environment = [
-        os.environ[variable] for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ
-    ]
+    from_environment = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
     pip = importlib.util.find_spec("nvidia")
     packages = (
         folder
@@ -161,12 +155,10 @@ def find_compiler(name: str) -> str | None:
 def architectures() -> tuple[int, ...]:
     """Return the compute capabilities supported by the installed nvcc."""
     nvcc = find_compiler("nvcc")
-    output = (
-        subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-        if nvcc
-        else ""
-    )
-    release = re.search(r"release (\d+)\.(\d+)", output)
+    if nvcc is None:
+        return ARCHITECTURES
+    run = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.(\d+)", run.stdout)
     is_new = release is not None and (int(release[1]), int(release[2])) >= (12, 8)
     return ALL_ARCHITECTURES if is_new else ARCHITECTURES
 
@@ -207,9 +199,8 @@ def _find_in_cache(recipe: Recipe) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 if (log := target.with_suffix(".failed")).exists():
-                    raise NotBuilt(
-                        f"{recipe.compiler} failed before: see {log}, remove it to retry"
-                    )
+                    problem = f"{recipe.compiler} failed before"
+                    raise NotBuilt(f"{problem}: see {log}, remove it to retry")
                 recipe.build(target)
     except (OSError, RuntimeError) as error:
         raise NotBuilt(str(error)) from error

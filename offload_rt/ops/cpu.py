@@ -13,17 +13,10 @@ ADDRESS = ctypes.c_void_p
 SIZE = ctypes.c_int64
 INT = ctypes.c_int
 FLOAT = ctypes.c_float
-# Result and arguments of each function.
+# Result and arguments of functions that take or return more than structures and 32-bit integers.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "offload_rt_tree_attention": (None, (ADDRESS, INT)),
-    "offload_rt_rms_norm": (None, (ADDRESS, INT)),
-    "offload_rt_silu_mul": (None, (ADDRESS, INT)),
-    "offload_rt_rotate_and_store": (None, (ADDRESS, INT)),
-    "offload_rt_decode_layers": (None, (ADDRESS, INT)),
-    "offload_rt_top": (None, (ADDRESS, INT)),
     "offload_rt_digest": (ctypes.c_uint64, (ADDRESS, SIZE)),
     "offload_rt_decode": (ctypes.c_bool, (ADDRESS, SIZE, INT, SIZE, ADDRESS, ctypes.c_bool)),
-    "offload_rt_linear": (None, (ADDRESS, INT, INT, INT)),
     "offload_rt_linear_groups": (
         None,
         (ADDRESS, INT, ADDRESS, ADDRESS, ADDRESS, INT, ADDRESS, SIZE, ADDRESS, INT, INT),
@@ -58,16 +51,21 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function of the library; its last argument is the number of threads."""
     loaded = library()
     assert loaded is not None, "callers check `serves`"
-    addresses = (
+    parts = (
         ctypes.byref(part) if isinstance(part, ctypes.Structure | ctypes.Array) else part
         for part in arguments
     )
-    getattr(loaded, name)(*addresses, torch.get_num_threads())
+    getattr(loaded, name)(*parts, torch.get_num_threads())
 
 
 def fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
     """Return the fields of a structure, given types with the names of consecutive fields."""
     return [(name, kind) for kind, names in groups for name in names.split()]
+
+
+def addresses(*tensors: Tensor | None) -> list[int | None]:
+    """Return the addresses of tensors."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @cache

@@ -1,6 +1,7 @@
 """Decoder layers on a CPU in one call: norms, products, rotary embedding, attention, gated SiLU.
 
-See `decode_layers` of csrc/layer_cpu.h. The numbers equal those of the single operations.
+See `decode_layers` of csrc/layer_cpu.h; layer_cpu.cpp defines the structures. The numbers equal
+those of the single operations.
 """
 
 import ctypes
@@ -17,8 +18,6 @@ from offload_rt.ops.tree_mask import TreeMask
 
 
 class _Layer(Structure):
-    """`Layer` of csrc/layer_cpu.cpp."""
-
     _fields_ = cpu.fields(
         (ADDRESS, "input_norm output_norm q_norm k_norm"), (SIZE, "index window has_pairs"),
         (linear_cpu.MatrixStruct, "q k v o gate up down"),
@@ -26,8 +25,6 @@ class _Layer(Structure):
 
 
 class _Segment(Structure):
-    """`Segment` of csrc/layer_cpu.cpp."""
-
     _fields_ = cpu.fields(
         (ADDRESS, "keys values bits depths"), (SIZE, "n first n_words n_before n_tree"),
         (SIZE, "key_layer key_head key_row value_layer value_head value_row"),
@@ -35,8 +32,6 @@ class _Segment(Structure):
 
 
 class _Pass(Structure):
-    """`Pass` of csrc/layer_cpu.cpp."""
-
     _fields_ = cpu.fields(
         (ADDRESS, "x cos sin layers segments"), (SIZE, "n n_layers n_segments"),
         (SIZE, "x_row cos_row sin_row n_heads n_kv_heads dim"), (FLOAT, "eps scale"),
@@ -104,8 +99,7 @@ def layer(
     assert (n_q, n_kv, n_v, n_o) == expected, "the kernel would read other memory"
     assert (n_up, n_down) == (n_gate, (len(x), n_gate[0])), "the kernel would read other memory"
     described = (linear_cpu.describe(weight, bias) for weight, bias in matrices)
-    pointers = (None if norm is None else norm.data_ptr() for norm in norms)
-    struct = _Layer(*pointers, i, window or 0, has_pairs, *described)
+    struct = _Layer(*cpu.addresses(*norms), i, window or 0, has_pairs, *described)
     return Layer(struct, (*norms, *matrices))
 
 
@@ -131,20 +125,18 @@ def decode(
     pointers = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(part.struct) for part in layers))
     cos, sin = rotary
     arguments = _Pass(
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), ctypes.addressof(pointers),
-        ctypes.addressof(structs), len(x), len(layers), len(segments), x.stride(0), cos.stride(0),
-        sin.stride(0), sizes.n_heads, sizes.n_kv_heads, sizes.dim, sizes.eps, sizes.dim**-0.5,
-        cpu.DTYPES[x.dtype],
+        *cpu.addresses(x, cos, sin), ctypes.addressof(pointers), ctypes.addressof(structs), len(x),
+        len(layers), len(segments), x.stride(0), cos.stride(0), sin.stride(0), sizes.n_heads,
+        sizes.n_kv_heads, sizes.dim, sizes.eps, sizes.dim**-0.5, cpu.DTYPES[x.dtype],
     )  # fmt: skip
     cpu.call("offload_rt_decode_layers", arguments)
     return True
 
 
 def _segment(rows: CachedRows) -> _Segment:
-    mask = rows.mask
-    n_before, n_tree = mask.extent.tolist()
-    assert mask.bits.is_contiguous() and mask.depths.is_contiguous()
-    tensors = (rows.keys, rows.values, mask.bits, mask.depths)
-    strides = (*rows.keys.stride()[:3], *rows.values.stride()[:3])
-    pointers = (tensor.data_ptr() for tensor in tensors)
-    return _Segment(*pointers, rows.n, rows.first, mask.bits.shape[1], n_before, n_tree, *strides)
+    bits, depths = rows.mask.bits, rows.mask.depths
+    assert bits.is_contiguous() and depths.is_contiguous()
+    pointers = cpu.addresses(rows.keys, rows.values, bits, depths)
+    extent = rows.mask.extent.tolist()
+    strides = *rows.keys.stride()[:3], *rows.values.stride()[:3]
+    return _Segment(*pointers, rows.n, rows.first, bits.shape[1], *extent, *strides)

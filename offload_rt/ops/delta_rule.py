@@ -99,10 +99,8 @@ def delta_rule(
         weights[..., -n:].mT, wanted.mT, upper=True, left=False, unitriangular=True
     ).mT
     out = from_state * (q @ state) + decay.mul_(q @ keys.mT) @ torch.cat((u_above, u), 2)
-    rows_first = (x.flatten(0, 1).transpose(0, 1) for x in (out, u))
-    return next(rows_first), DeltaTerms(
-        keys[:, 0].transpose(0, 1)[-n:], next(rows_first), log_decays, row_totals
-    )
+    out, u = (x.flatten(0, 1).transpose(0, 1) for x in (out, u))
+    return out, DeltaTerms(keys[:, 0].transpose(0, 1)[-n:], u, log_decays, row_totals)
 
 
 def fold(state: Tensor, terms: DeltaTerms) -> None:

@@ -125,14 +125,14 @@ def dequantize_codes(
     groups  (columns,) or (rows,) int32: scale index; None: position // block
     out     (rows, columns), dense, any dtype
     """
-    points = zeros.codes if isinstance(zeros, ZeroCodes) else None
-    order = zeros.order if isinstance(zeros, ZeroCodes) else None
+    packed = zeros if isinstance(zeros, ZeroCodes) else None
+    order = packed.order if packed else None
     has_kernel = zeros is None or order == ZERO_ORDERS.get(packing.order, "")
-    dtypes = scales.dtype, out.dtype
-    if extension.serves(out) and has_kernel and all(dtype in KERNEL_DTYPES for dtype in dtypes):
+    if extension.serves(out) and has_kernel and {scales.dtype, out.dtype} <= {*KERNEL_DTYPES}:
         kind, words = kernel_codes(codes, packing)
-        offset = zeros.plus if isinstance(zeros, ZeroCodes) else packing.offset
+        offset = packed.plus if packed else packing.offset
         numbers = kind, packing.bits, *packing.block, offset
+        points = packed and packed.codes
         extension.kernels().dequantize(words, scales, points, groups, *numbers, out)
     else:
         if isinstance(zeros, ZeroCodes):
@@ -172,12 +172,8 @@ def unpack(codes: Tensor, order: Order, bits: int, n_rows: int, n_columns: int) 
     # A code may continue in the next word, so append a word.
     words = torch.cat((codes, codes.new_zeros(n_rows, 1)), 1)
     low = words[:, word] >> shift & ~(-1 << (32 - shift).clamp(max=bits))
-    return (
-        low
-        | (words[:, word + 1] << (32 - shift).clamp(max=31))
-        & (1 << bits) - 1
-        & -(shift > 32 - bits).int()
-    )
+    high = words[:, word + 1] << (32 - shift).clamp(max=31) & (1 << bits) - 1
+    return low | high & -(shift > 32 - bits).int()
 
 
 @cache
@@ -186,9 +182,8 @@ def table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
     Cached: the copy synchronizes, and CUDA graph capture rejects it.
     """
-    return torch.tensor(
-        values, dtype=torch.int32 if isinstance(values[0], int) else None, device=device
-    )
+    dtype = torch.int32 if isinstance(values[0], int) else torch.float32
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def reference_dequantize(
@@ -205,10 +200,10 @@ def reference_dequantize(
         torch.arange(n, device=out.device) // size
         for n, size in zip(out.shape, packing.block, strict=True)
     )
-    if groups is not None:
-        row_scale, column_scale = (
-            (groups, column_scale) if packing.is_transposed else (row_scale, groups)
-        )
+    if groups is not None and packing.is_transposed:
+        row_scale = groups
+    elif groups is not None:
+        column_scale = groups
     step = max(REFERENCE_WEIGHTS // max(n_columns, 1) // 32, 1) * 32
     for first in range(0, n_rows, step):
         last = min(first + step, n_rows)

@@ -20,7 +20,7 @@ def missing() -> str:
         return "torch finds no GPU"
     here = targets()
     if not here:
-        return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
+        return _need()
     try:
         build.load(
             lambda path: torch.ops.load_library(str(path)),  # type: ignore[no-untyped-call]
@@ -31,29 +31,27 @@ def missing() -> str:
     return _launch_failure() if _is_supported(torch.cuda.current_device()) else ""
 
 
-def targets() -> set[int]:
-    """Return the architectures of the kernels for the GPUs of this machine."""
-    devices = filter(_is_supported, range(torch.cuda.device_count()))
-    offered = build.architectures()
-    return {max(target for target in offered if target <= capability(device)) for device in devices}
-
-
 def _launch_failure() -> str:
-    """Launch a kernel on the current GPU. Return the reason of a failure, or "".
-
-    A loadable library may lack code for the GPU or need a newer driver.
-    """
+    """Launch a kernel: a loadable library may lack code for the GPU or need a newer driver."""
     row = torch.ones(1, 8, dtype=torch.float16, device="cuda")
     try:
         kernels().silu_mul(row, row)
         torch.cuda.synchronize()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return (
-            f"a first launch failed: {reason}; update the driver, or set CUDA_HOME to a toolkit"
-            " supported by it"
-        )
+        change = "update the driver, or set CUDA_HOME to a toolkit supported by it"
+        return f"a first launch failed: {str(error).splitlines()[0]}; {change}"
     return ""
+
+
+def _need() -> str:
+    return f"they need compute capability {build.ARCHITECTURES[0] / 10}"
+
+
+def targets() -> set[int]:
+    """Return the architectures of the kernels for the GPUs of this machine."""
+    devices = filter(_is_supported, range(torch.cuda.device_count()))
+    offered = build.architectures()
+    return {max(target for target in offered if target <= capability(device)) for device in devices}
 
 
 def capability(device: torch.device | int) -> int:
@@ -71,11 +69,8 @@ def notice(device: torch.device) -> str:
     """Describe the loss if a GPU computes without the kernels; "" otherwise."""
     if device.type == "cpu" or serves(torch.empty(0, device=device)):
         return ""
-    reason = missing() or f"they need compute capability {build.ARCHITECTURES[0] / 10}"
-    return (
-        f"no kernels ({reason}): plain torch computes the same tokens slowly, and layers cross the"
-        " link unencoded"
-    )
+    loss = "plain torch computes the same tokens slowly, and layers cross the link unencoded"
+    return f"no kernels ({missing() or _need()}): {loss}"
 
 
 def serves(x: Tensor) -> bool:

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.ops import extension
-from offload_rt.ops.dequantize import (
-    KERNEL_DTYPES,
-    POWERS_OF_TWO,
-    CodedMatrix,
-    kernel_codes,
-)
+from offload_rt.ops.dequantize import KERNEL_DTYPES, POWERS_OF_TWO, CodedMatrix, kernel_codes
 from offload_rt.packing import ORDERS
 
 # Divisor of the inputs of plain matrices, as in csrc/kernels.h.
@@ -32,21 +27,18 @@ def serves_few_rows(x: Tensor, weight: CodedMatrix) -> bool:
 
 def _most_rows(dtype: torch.dtype, weight: CodedMatrix) -> int:
     """Return the rows of a product with a kernel; 0 without."""
-    is_served = dtype in _HALVES and weight.groups is None and weight.product in KERNEL_DTYPES
+    if dtype not in _HALVES or weight.groups is not None or weight.product not in KERNEL_DTYPES:
+        return 0
     zeros = None if weight.zeros is None else weight.zeros.order
-    return weight.packing.n_coded_rows(weight.shape[1], zeros) if is_served else 0
+    return weight.packing.n_coded_rows(weight.shape[1], zeros)
 
 
 def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
     """Whether the kernel multiplies rows of this dtype by the matrices of a stack."""
     if isinstance(stack, Tensor):
         is_aligned = stack.data_ptr() % 16 == 0 and stack[0].is_contiguous()
-        return (
-            dtype in _HALVES
-            and stack.dtype == dtype
-            and is_aligned
-            and not stack.shape[2] % _INPUTS
-        )
+        is_whole = stack.shape[2] % _INPUTS == 0
+        return dtype in _HALVES and stack.dtype == dtype and is_aligned and is_whole
     has_scales = stack.scales.dtype == stack.product or _has_exponents(stack)
     return has_scales and _most_rows(dtype, stack) > 0
 
@@ -63,7 +55,7 @@ def multiply_few_rows(
 
     library  ops of the kernels, by name; None: those of the GPU
     """
-    zeros = None if weight.zeros is None else replace(weight.zeros, codes=weight.zeros.codes[None])
+    zeros = weight.zeros and replace(weight.zeros, codes=weight.zeros.codes[None])
     scales = weight.scales.contiguous()[None]
     stack = replace(weight, codes=weight.codes[None], scales=scales, zeros=zeros)
     return multiply_stack(x, None, None, stack, None if bias is None else bias[None], library)
@@ -90,8 +82,8 @@ def multiply_stack(
     kind, codes = kernel_codes(stack.codes, stack.packing)
     has_exponents = _has_exponents(stack)
     scales = stack.scales.view(torch.uint8) if has_exponents else stack.float_scales()
-    zeros = None if stack.zeros is None else stack.zeros.codes
-    offset = stack.packing.offset if stack.zeros is None else stack.zeros.plus
+    zeros = stack.zeros and stack.zeros.codes
+    offset = stack.zeros.plus if stack.zeros else stack.packing.offset
     block = stack.packing.block[::-1] if stack.is_transposed else stack.packing.block
     return _product(library, x, rows, ends, codes, scales, zeros, bias, kind, *block, offset)
 

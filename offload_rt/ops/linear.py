@@ -30,23 +30,18 @@ _HOPPER_ROWS = 64
 
 
 def linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    allows_torch: bool = False,
+    x: Tensor, weight: Weight, bias: Tensor | None = None, allows_torch: bool = False
 ) -> Tensor:
-    """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,): (...,
-    n_out) in x's dtype.
+    """Multiply x (..., n_in) by the transposed weight (n_out, n_in) and add bias (n_out,).
 
-    Accumulates in float32 or better. Encoded weights have the exact values of their format. On a
-    CPU with the library, the result of a row does not depend on other rows.
+    Returns (..., n_out) in x's dtype. Accumulates in float32 or better. Encoded weights have the
+    exact values of their format. On a CPU with the library, a row does not depend on other rows.
 
     allows_torch  let torch multiply many rows of 16 bits; results may depend on other rows
     """
     if x.dim() != 2:
-        return linear(x.reshape(-1, x.shape[-1]), weight, bias, allows_torch).view(
-            *x.shape[:-1], -1
-        )
+        rows = linear(x.reshape(-1, x.shape[-1]), weight, bias, allows_torch)
+        return rows.view(*x.shape[:-1], -1)
     if _uses_library(weight, x, allows_torch):
         return linear_cpu.linear(x, (weight,), (bias,))[0]
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -61,9 +56,7 @@ def linear(
     ):
         return multiply_few_rows(x, weight, bias)
     if not isinstance(weight, Tensor):
-        weight = dequantize(
-            weight, torch.empty(math.prod(weight.shape), dtype=x.dtype, device=x.device)
-        )
+        weight = dequantize(weight, x.new_empty(math.prod(weight.shape)))
     return F.linear(x, weight.to(x.dtype), bias)
 
 
@@ -85,9 +78,7 @@ def linears(
     """Apply `linear` with several weights; in one call of the CPU library where it serves all."""
     if x.dim() == 2 and all(_uses_library(weight, x, allows_torch) for weight in weights):
         return linear_cpu.linear(x, weights, biases)
-    return [
-        linear(x, weight, bias, allows_torch) for weight, bias in zip(weights, biases, strict=True)
-    ]
+    return [linear(x, *pair, allows_torch) for pair in zip(weights, biases, strict=True)]
 
 
 def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixStack | None:
@@ -101,7 +92,6 @@ def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixSt
 
 
 def _uses_library(weight: Weight, x: Tensor, allows_torch: bool) -> bool:
-    """Whether the CPU library multiplies x (n, n_in) and this weight."""
     needs_gradient = x.requires_grad and torch.is_grad_enabled()
     if needs_gradient or not linear_cpu.serves(x, weight):
         return False
@@ -145,9 +135,8 @@ def dequantize(
         return linear_cpu.unpack(weight, out.view(-1, weight.shape[1]), rows)
     if isinstance(weight, BlockMatrix):
         target = out.view(-1, weight.shape[1])
-        dequantize_blocks(
-            weight.blocks if rows is None else weight.blocks[rows], weight.type, target
-        )
+        blocks = weight.blocks if rows is None else weight.blocks[rows]
+        dequantize_blocks(blocks, weight.type, target)
         return target
     packing = weight.packing
     codes = weight.codes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload_rt.ops import cpu
 from offload_rt.ops.cpu import ADDRESS, INT, SIZE
-from offload_rt.ops.dequantize import POWERS_OF_TWO, BlockMatrix, CodedMatrix
+from offload_rt.ops.dequantize import POWERS_OF_TWO, BlockMatrix, CodedMatrix, Weight
 from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, ORDERS
 
 # As `Kind` in csrc/linear_cpu.cpp. Dense kinds are the dtypes; int8 is the order `plain`.
@@ -37,39 +37,33 @@ class MatrixStruct(ctypes.Structure):
     )  # fmt: skip
 
 
-def serves(x: Tensor, weight: Tensor | CodedMatrix | BlockMatrix) -> bool:
+def serves(x: Tensor, weight: Weight) -> bool:
     """Whether the library multiplies x (or writes to x, when dequantising) and this weight."""
     if x.device.type != "cpu" or x.dtype not in cpu.DTYPES:
         return False
+    is_known = True
     if isinstance(weight, Tensor):
         is_known = weight.dtype in cpu.DTYPES and weight.stride(-1) == 1
-    else:
-        is_known = isinstance(weight, BlockMatrix) or _has_scales(weight)
+    elif isinstance(weight, CodedMatrix):
+        has_scales = weight.scales.dtype in (*cpu.DTYPES, *POWERS_OF_TWO)
+        is_known = weight.product in cpu.DTYPES and has_scales
     return is_known and cpu.library() is not None
 
 
-def _has_scales(weight: CodedMatrix) -> bool:
-    return weight.product in cpu.DTYPES and (
-        weight.scales.dtype in cpu.DTYPES or weight.scales.dtype in POWERS_OF_TWO
-    )
-
-
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor | CodedMatrix | BlockMatrix],
-    biases: Sequence[Tensor | None],
-) -> list[Tensor]:
+def linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """Multiply x (n, n_in) by each transposed weight (n_out, n_in) and add its bias (n_out,).
 
     Returns per weight (n, n_out) in x's dtype.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     outputs = [torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype) for weight in weights]
-    matrices = [
-        _product(describe(weight, bias), x, y)
-        for weight, bias, y in zip(weights, biases, outputs, strict=True)
-    ]
-    array = (MatrixStruct * len(matrices))(*matrices)
+    array = (MatrixStruct * len(weights))(*map(describe, weights, biases))
+    for matrix, y in zip(array, outputs, strict=True):
+        if x.shape[1] != matrix.n_in:  # the kernel would read other memory
+            raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
+        matrix.x, matrix.y = cpu.addresses(x, y)
+        matrix.n_rows = len(x)
+        matrix.ldx, matrix.ldy = x.stride(0), y.stride(0)
     cpu.call("offload_rt_linear", array, len(array), cpu.DTYPES[x.dtype])
     return outputs
 
@@ -90,7 +84,7 @@ class MatrixStack:
     n_out: int
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[Tensor | CodedMatrix | BlockMatrix]]) -> "MatrixStack":
+    def of(cls, groups: Sequence[Sequence[Weight]]) -> "MatrixStack":
         """Describe groups of matrices with equal shapes in all groups."""
         described = [[describe(weight) for weight in group] for group in groups]
         n_in = described[0][0].n_in
@@ -127,18 +121,6 @@ def linear_groups(
     return y
 
 
-def _product(matrix: MatrixStruct, x: Tensor, y: Tensor) -> MatrixStruct:
-    """Add the inputs x (n, n_in) and the outputs y (n, at least n_out) to a matrix."""
-    if x.shape[1] != matrix.n_in:  # the kernel would read other memory
-        raise RuntimeError(f"x has {x.shape[1]} columns, its weight {matrix.n_in}")
-    matrix.x = x.data_ptr()
-    matrix.y = y.data_ptr()
-    matrix.n_rows = x.shape[0]
-    matrix.ldx = x.stride(0)
-    matrix.ldy = y.stride(0)
-    return matrix
-
-
 def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) -> Tensor:
     """Write the rows (n,) int64 of a weight, or all of them, to out (n, n_in)."""
     address = None if rows is None else rows.contiguous().data_ptr()
@@ -147,14 +129,24 @@ def unpack(weight: CodedMatrix | BlockMatrix, out: Tensor, rows: Tensor | None) 
     return out
 
 
-def describe(
-    weight: Tensor | CodedMatrix | BlockMatrix, bias: Tensor | None = None
-) -> MatrixStruct:
+def describe(weight: Weight, bias: Tensor | None = None) -> MatrixStruct:
     """The library's description, which holds addresses of the weight's and the bias's tensors."""
-    matrix = _described(weight)
+    matrix = MatrixStruct(n_out=weight.shape[0], n_in=weight.shape[1], block_out=1, block_in=1)
     if bias is not None:
         matrix.bias = bias.data_ptr()
         matrix.bias_dtype = cpu.DTYPES[bias.dtype]
+    if isinstance(weight, CodedMatrix):
+        _add_codes(matrix, weight)
+        return matrix
+    content = weight if isinstance(weight, Tensor) else weight.blocks
+    matrix.codes = content.data_ptr()
+    matrix.row_nbytes = content.stride(0) * content.itemsize
+    if isinstance(weight, Tensor):
+        matrix.kind = cpu.DTYPES[weight.dtype]
+        return matrix
+    matrix.kind = _FIRST_BLOCKS + list(BLOCKS).index(weight.type)
+    (matrix.scales,) = cpu.addresses(_grid(weight.type))
+    matrix.rounds_inputs = weight.rounds_inputs
     return matrix
 
 
@@ -171,40 +163,25 @@ def _grid(type: str) -> Tensor | None:
     return torch.from_numpy(points.grid[0, 0] * factor).to(torch.int8)
 
 
-def _described(weight: Tensor | CodedMatrix | BlockMatrix) -> MatrixStruct:
-    if isinstance(weight, Tensor):
-        nbytes = weight.stride(0) * weight.itemsize
-        return MatrixStruct(codes=weight.data_ptr(), row_nbytes=nbytes, n_out=len(weight),
-            n_in=weight.shape[1],
-                       block_out=1, block_in=1, kind=cpu.DTYPES[weight.dtype])  # fmt: skip
-    if isinstance(weight, BlockMatrix):
-        kind = _FIRST_BLOCKS + list(BLOCKS).index(weight.type)
-        grid = _grid(weight.type)
-        return MatrixStruct(codes=weight.blocks.data_ptr(), row_nbytes=weight.blocks.stride(0),
-            scales=None if grid is None else grid.data_ptr(), n_out=weight.shape[0],
-                       n_in=weight.shape[1], block_out=1, block_in=1, kind=kind,
-                       rounds_inputs=weight.rounds_inputs)  # fmt: skip
+def _add_codes(matrix: MatrixStruct, weight: CodedMatrix) -> None:
     packing = weight.packing
     codes = weight.codes
     scales = weight.scales
     zeros = weight.zeros
     is_float8 = codes.dtype == torch.float8_e4m3fn
-    block_out, block_in = packing.block[::-1] if weight.is_transposed else packing.block
     is_power = scales.dtype in POWERS_OF_TWO
-    matrix = MatrixStruct(
-        codes=codes.data_ptr(), row_nbytes=codes.stride(0) * codes.itemsize,
-        scales=scales.data_ptr(),
-        n_out=weight.shape[0], n_in=weight.shape[1], block_out=block_out, block_in=block_in,
-        grid_columns=scales.shape[1],
-        kind=_FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order),
-        bits=packing.bits, offset=packing.offset,
-        scale_dtype=_POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype],
-        product_dtype=cpu.DTYPES[weight.product], rounds_inputs=weight.rounds_inputs,
-    )  # fmt: skip
+    block = packing.block[::-1] if weight.is_transposed else packing.block
+    matrix.codes, matrix.scales, matrix.groups = cpu.addresses(codes, scales, weight.groups)
+    matrix.row_nbytes = codes.stride(0) * codes.itemsize
+    matrix.block_out, matrix.block_in = block
+    matrix.grid_columns = scales.shape[1]
+    matrix.kind = _FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order)
+    matrix.bits = packing.bits
+    matrix.offset = packing.offset
+    matrix.scale_dtype = _POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype]
+    matrix.product_dtype = cpu.DTYPES[weight.product]
+    matrix.rounds_inputs = weight.rounds_inputs
     if zeros is not None:
         matrix.zeros = zeros.codes.data_ptr()
         matrix.zero_plus = zeros.plus
         matrix.zero_order = _FIRST_ORDER + ORDERS.index(zeros.order)
-    if weight.groups is not None:
-        matrix.groups = weight.groups.data_ptr()
-    return matrix

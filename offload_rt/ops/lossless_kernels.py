@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from offload_rt.ops.lossless_reference import BLOCK, GROUP
+from offload_rt.packing import LOSSLESS_BLOCK as BLOCK
+from offload_rt.packing import LOSSLESS_GROUP as GROUP
 from offload_rt.system.numba_cache import compiled
 
 
 @compiled()
 def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Return the high byte of a word."""
     if is_half:
         return (word >> 7 & 0xF8) | (word & 7)
     return word >> 7 & 0xFF
@@ -16,7 +16,7 @@ def _other(word, is_half):  # type: ignore[no-untyped-def]  # numba infers the t
 
 @compiled(nogil=True)
 def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Compute `lossless.count_others`."""
+    """Count the high bytes: (256,) int64."""
     # Four tables: consecutive additions to the same address wait for each other.
     counts = np.zeros((4, 256), np.int64)
     for i in range(len(words)):
@@ -28,7 +28,7 @@ def count_others(words, is_half):  # type: ignore[no-untyped-def]  # numba infer
 def encode(words, is_half, out):  # type: ignore[no-untyped-def]  # numba infers the types
     """Compute `lossless.encode`."""
     n = len(words)
-    n_groups = -(-len(words) // GROUP)
+    n_groups = -(-n // GROUP)
     n_blocks = -(-n // BLOCK)
     starts = out[8 : 12 + 4 * n_blocks].view(np.uint32)
     escapes = out[12 + 4 * n_blocks :]

@@ -31,18 +31,13 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     evens = counter[0::2]
     odds = counter[1::2]
     shape = (2, *[1] * (counter.ndim - 1))
-    keys = [
-        (word + n * step) & _MASK
-        for n in range(_N_ROUNDS)
-        for word, step in zip(key, _WEYL, strict=True)
-    ]
-    multipliers, mixers = to_device(
-        [torch.tensor(_MULTIPLIERS), torch.tensor(keys)], counter.device
-    )
-    multipliers = multipliers.view(shape)
-    for mixed in mixers.view(_N_ROUNDS, *shape):
+    pairs = [*zip(key, _WEYL, strict=True)]
+    keys = [(word + n * step) & _MASK for n in range(_N_ROUNDS) for word, step in pairs]
+    constants = [torch.tensor(_MULTIPLIERS), torch.tensor(keys)]
+    multipliers, mixers = (x.view(-1, *shape) for x in to_device(constants, counter.device))
+    for mixed in mixers:
         # int64 keeps all 64 bits of the product, possibly as a negative number.
-        products = evens * multipliers
+        products = evens * multipliers[0]
         evens = (products >> 32).flip(0).bitwise_xor_(odds).bitwise_xor_(mixed).bitwise_and_(_MASK)
         odds = products.bitwise_and_(_MASK).flip(0)
     return torch.stack((evens, odds), 1).flatten(0, 1)
@@ -102,9 +97,8 @@ class NoiseRows:
         n_known = len(known)
         if n_known < n:
             n_more = max(n - n_known, min(_N_VALUES // n_tokens, _N_AHEAD))
-            known = torch.cat(
-                (known, exponentials(self._seed, first + n_known, n_more, n_tokens, device))
-            )
+            more = exponentials(self._seed, first + n_known, n_more, n_tokens, device)
+            known = torch.cat((known, more))
         self._first = first
         self._rows = known
         return known[:n]

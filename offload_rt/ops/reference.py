@@ -10,10 +10,7 @@ from offload_rt.chunks import MAX_SCORES
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, at least in float32 as in transformers.
-
-    x (..., d), weight (d,); returns x's shape and dtype.
-    """
+    """Compute `ops.rms_norm`, at least in float32 as in transformers."""
     # Copy for gradients: backward needs this x, and `add_rms_norm` changes it in place.
     wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=torch.is_grad_enabled())
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -21,12 +18,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add delta (n, d) to x in place and return `rms_norm` of x."""
+    """Compute `ops.add_rms_norm`."""
     return rms_norm(x.add_(delta), weight, eps)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Multiply SiLU of the gate by up; all (n, d)."""
+    """Compute `ops.silu_mul`."""
     return F.silu(gate).mul_(up)
 
 
@@ -40,9 +37,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor,
-    values: Tensor,
-    rows: slice | Tensor,
+    q: Tensor, k: Tensor, v: Tensor, rotary: tuple[Tensor, Tensor] | None,
+    keys: Tensor, values: Tensor, rows: slice | Tensor,
 ) -> Tensor:  # fmt: skip
     """Rotate q and k by cosines and sines (None: no rotation); store k and v in a layer's cache.
 
@@ -139,7 +135,7 @@ def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
 
 
 def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return the k largest logits per row, or their probabilities, and their tokens; see `ops`."""
+    """Compute `ops.top`."""
     values = logits.float()
     if temperature is not None:
         values = probs_of(values, temperature)

@@ -66,35 +66,25 @@ def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
 def _send(pinned: Tensor, target: Tensor) -> None:
     if extension.serves(target):
         extension.kernels().transfer(target, pinned)
-        _pending_reads(target.device).keep(pinned)
+        _keep(pinned, target.device)
     else:
         target.copy_(pinned, non_blocking=True)  # torch keeps the source alive
 
 
-class _PendingReads:
-    """Pinned host memory with pending reads by kernels; torch tracks only its own copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lock = Lock()
-        self._kept: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-
-    def keep(self, pinned: Tensor) -> None:
-        """Keep a block until the current stream has completed its work."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-        event.record(torch.cuda.current_stream(self._device))
-        with self._lock:
-            self._kept.append((event, pinned))
-            while self._kept[0][0].query():  # type: ignore[no-untyped-call]  # untyped in torch
-                self._kept.popleft()
-                if not self._kept:
-                    break
+def _keep(pinned: Tensor, device: torch.device) -> None:
+    """Keep a block until the current stream has read it; torch tracks only its own copies."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+    event.record(torch.cuda.current_stream(device))
+    lock, kept = _pending_reads(device)
+    with lock:
+        kept.append((event, pinned))
+        while kept and kept[0][0].query():  # type: ignore[no-untyped-call]  # untyped in torch
+            kept.popleft()
 
 
 @cache
-def _pending_reads(device: torch.device) -> _PendingReads:
-    """Return the single instance of a device."""
-    return _PendingReads(device)
+def _pending_reads(device: torch.device) -> tuple[Lock, deque[tuple[torch.cuda.Event, Tensor]]]:
+    return Lock(), deque()
 
 
 def _pinned(nbytes: int) -> Tensor:

@@ -134,9 +134,8 @@ class TreeMask:
     def dense(self) -> Tensor | None:
         """Return the dense mask (n, n_keys) bool; None: all visible. Copies nothing to the host."""
         n_tree = len(self.key_depths)
-        is_alone = len(self.bits) == n_tree == 1 and (
-            self.window is None or self.n_keys <= self.window
-        )
+        has_all = self.window is None or self.n_keys <= self.window
+        is_alone = len(self.bits) == n_tree == 1 and has_all
         if self.is_exact and (is_alone or (n_tree == 0 and self.window is None)):
             return None
         if "dense" in self._kept:
@@ -158,9 +157,7 @@ class TreeMask:
         mask = tree.new_zeros(len(tree), self.n_keys).index_copy_(1, place, tree)
         mask |= keys < n_before
         if self.window is not None:
-            positions = self.key_depths.new_zeros(self.n_keys).index_copy_(
-                0, place, self.key_depths
-            )
-            positions = torch.where(keys < n_before, keys - n_before, positions)
+            depths = self.key_depths.new_zeros(self.n_keys).index_copy_(0, place, self.key_depths)
+            positions = torch.where(keys < n_before, keys - n_before, depths)
             mask &= positions > self.depths[:, None] - self.window
         return mask

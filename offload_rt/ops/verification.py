@@ -46,12 +46,11 @@ def arguments(
     candidates: Candidates, uniforms: Tensor, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
     """Copy five tree arrays and the uniforms to a device in one transfer."""
-    all_arrays = (*candidates[:5], uniforms.numpy().view(np.int64))
-    arrays = [np.asarray(array, dtype=np.int64) for array in all_arrays]
-    (packed,) = to_device([torch.from_numpy(np.concatenate(arrays))], device)
-    starts, children, tokens, is_sampled, row_of, noise = torch.split(
-        packed, [len(array) for array in arrays]
-    )
+    arrays = (*candidates[:5], uniforms.numpy().view(np.int64))
+    packed = np.concatenate([np.asarray(array, dtype=np.int64) for array in arrays])
+    (there,) = to_device([torch.from_numpy(packed)], device)
+    parts = torch.split(there, [len(array) for array in arrays])
+    starts, children, tokens, is_sampled, row_of, noise = parts
     return [starts, children, tokens, is_sampled.bool(), row_of], noise.view(torch.float64)
 
 
@@ -69,14 +68,7 @@ def verify(
     uniforms     (n + 1,) float64 in [0, 1): per node, and the last for the bonus
     """
     arrays, noise = arguments(candidates, uniforms, target.device)
-    verdict = extension.kernels().verify(
-        *arrays,
-        draft_probs,
-        target,
-        noise,
-        candidates.n_levels,
-        candidates.independent,
-        leaf_to_root,
-    )
+    settings = candidates.n_levels, candidates.independent, leaf_to_root
+    verdict = extension.kernels().verify(*arrays, draft_probs, target, noise, *settings)
     end, bonus = to_host([verdict])[0].tolist()
     return end, bonus

@@ -16,7 +16,7 @@ from torch import Tensor
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.ops import lossless
-from offload_rt.ops.lossless_reference import CHUNK, CHUNKS, KIND_OF, RAW, chunk_nbytes
+from offload_rt.ops.lossless import CHUNK, CHUNKS, KIND_OF, RAW, chunk_nbytes
 from offload_rt.system.files import write_atomically
 from offload_rt.weights.header import TensorRecord, read_header
 from offload_rt.weights.layout import (
@@ -153,7 +153,7 @@ def _parts(entry: TensorEntry, tensor: np.ndarray, kind: int) -> list[np.ndarray
 def _n_escapes(kind: int, part: np.ndarray) -> int | None:
     """Return the number of escapes in a chunk, or None if it has no encoding."""
     words = lossless.words_of(part, kind)
-    return None if words is None else lossless.n_escapes(lossless.count_others(words, kind))
+    return None if words is None else lossless.n_escapes(words, kind)
 
 
 def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:

@@ -1,7 +1,6 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
 import functools
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from quantize import Choice, quantized
 from quantize import config_of as quantization_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support.heads import PUBLISHED, write_head
 from support.images import (
     IMAGE_ID,
@@ -19,14 +18,8 @@ from support.images import (
     image_model,
     image_prompt,
 )
-from support.tiny import (
-    ATOL,
-    generate,
-    open_streamed,
-    open_unloaded,
-    prompt_of,
-    runner_of,
-)
+from support.quantized import rewrite
+from support.tiny import ATOL, generate, open_streamed, open_unloaded, prompt_of, runner_of
 
 from offload_rt import SamplingParams
 from offload_rt.executor.step import Step
@@ -73,9 +66,8 @@ def test_greedy_text_equals_transformers(model_of, kind):
             [5, first, 7], [5, second, 7], [5, first, 3, second, 2], [5, second, 7, first, 1],
         )]  # fmt: skip
         expected = [generate_images(model, prompt, N_NEW) for prompt in prompts]
-        assert say(llm, [prompts[0], text, prompts[2]]) == [
-            expected[0], generate(model, text, N_NEW), expected[2]
-        ]  # fmt: skip
+        plain = generate(model, text, N_NEW)
+        assert say(llm, [prompts[0], text, prompts[2]]) == [expected[0], plain, expected[2]]
         assert say(llm, prompts[1:]) == expected[1:]
 
 
@@ -206,16 +198,6 @@ def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
         assert n_steps.count(2) > 2
 
 
-def rewritten(folder, target, tensors, more):
-    """Copy a checkpoint with other tensors and further entries of its config."""
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | more
-    (target / "config.json").write_text(json.dumps(config))
-    (target / "preprocessor_config.json").write_text("{}")
-    return target
-
-
 def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path):
     """Matrices of 4 bits, drafter `mtp`; the tower is stored as it is."""
     model, folder = model_of("qwen3_5")
@@ -236,9 +218,10 @@ def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path
     layer["mtp.fc.weight"] = torch.eye(64).repeat(1, 2)
     for name in ("embedding", "hidden"):
         layer[f"mtp.pre_fc_norm_{name}.weight"] = torch.zeros(64)
-    more = {"quantization_config": quantization_config(choice)}
-    quantised = rewritten(folder, tmp_path / "quantised", stored | tower | layer, more)
-    plain = type(model).from_pretrained(rewritten(folder, tmp_path / "plain", exact | tower, {}))
+    config = quantization_config(choice)
+    tensors = stored | tower | layer
+    quantised = rewrite(folder, tmp_path / "coded", tensors, quantization_config=config)
+    plain = type(model).from_pretrained(rewrite(folder, tmp_path / "plain", exact | tower))
     with open_streamed(quantised, drafter="mtp") as llm:
         prompt = one_image(llm, model, "qwen3_5")
         assert say(llm, [prompt]) == [generate_images(plain, prompt, N_NEW)]

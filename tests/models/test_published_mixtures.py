@@ -1,6 +1,5 @@
 """Tree logits of large mixtures in their published formats equal the dequantised models."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +10,10 @@ import torch
 from quantize import Choice
 from safetensors.torch import load_file, save_file
 from support.experts import open_touched
+from support.heads import edit_config
 from support.tiny import check_tree, runner_of
 
 from bench.models.tiny import config_of, random_model
-from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
 _PROJECTIONS = r".*_proj\.weight|.*kv_a_proj_with_mqa\.weight|.*in_proj_qkvz\.weight"
@@ -110,8 +109,7 @@ def test_logits_equal_transformers_with_experts_on_demand(name, tmp_path, monkey
         save_file(joined(exact, tensors), tmp_path / "model.safetensors", {"format": "pt"})
         model = type(model).from_pretrained(tmp_path)
         save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-        config = read_json(tmp_path / "config.json")
-        config |= {"quantization_config": quantize.config_of(choice)} | published.config
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        changes = {"quantization_config": quantize.config_of(choice)} | published.config
+        edit_config(tmp_path, **changes)
     with open_touched(tmp_path, 3) as llm:
         check_tree(runner_of(llm), model, 3)

@@ -1,7 +1,6 @@
 """General models through transformers' modules with streamed layers: tree logits and texts."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from quantize import Choice, config_of, quantized
 from safetensors.torch import load_file, save_file
 from support.fake_gpu import fake_gpu
+from support.quantized import rewrite
 from support.tiny import (
     ATOL,
     Steady,
@@ -20,7 +20,6 @@ from support.tiny import (
     open_streamed,
     prompt_of,
     prompt_steps,
-    random_tree,
     runner_of,
     say,
 )
@@ -29,7 +28,7 @@ from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from bench.models.tiny import config_of as tiny_config
 from bench.models.tiny import random_model
-from offload_rt import LLM, SamplingParams, ops
+from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor.step import Step
@@ -37,10 +36,8 @@ from offload_rt.models import tensor_names, traced_experts
 from offload_rt.models.custom_attention import _with_positions
 from offload_rt.models.families import FAMILIES, parse_architecture
 from offload_rt.models.transformers import TransformersModel
-from offload_rt.ops import reference
 from offload_rt.ops.few_rows import multiply_stack
 from offload_rt.tree.topology import Topology
-from offload_rt.weights.files import read_json
 
 pytestmark = pytest.mark.numeric
 # Types with attention code of their own: linear biases, learned or computed scales, local windows,
@@ -124,15 +121,8 @@ def quantised_copies(model, folder, choice, target):
     """Write a checkpoint quantised; return its folder and the model with the exact values."""
     stored, exact = quantized(load_file(folder / "model.safetensors"), choice)
     assert any("experts.3.up_proj" in name for name in stored.keys() - exact.keys())
-    for name, tensors, more in (
-        ("quantised", stored, {"quantization_config": config_of(choice)}),
-        ("exact", exact, {}),
-    ):
-        (target / name).mkdir()
-        save_file(tensors, target / name / "model.safetensors", {"format": "pt"})
-        config = type(model.config)(**read_json(folder / "config.json") | more)
-        config.save_pretrained(target / name)
-    return target / "quantised", type(model).from_pretrained(target / "exact")
+    coded = rewrite(folder, target / "coded", stored, quantization_config=config_of(choice))
+    return coded, type(model).from_pretrained(rewrite(folder, target / "exact", exact))
 
 
 @pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
@@ -290,23 +280,3 @@ def test_cuda_computes_all_experts_without_host_waits(
             assert float(error.mean()) < 0.03 * float(expected.std())
         else:
             assert float(error.max()) < ATOL * float(expected.abs().max())
-
-
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, True), (3.0, False), (3.0, True)])
-@pytest.mark.parametrize("most", [1, 1 << 20])
-def test_softcap_and_sinks_equal_the_definition(softcap, has_sinks, most, monkeypatch):
-    """Written out head by head; rows at once as many as fit. Values are narrower than keys."""
-    monkeypatch.setattr(reference, "MAX_SCORES", most)
-    n, n_before, heads, groups, dim = 6, 9, 4, 2, 8
-    q = 2 * torch.randn(n, heads, dim)
-    k, v = (torch.randn(groups, n_before + n, width) for width in (dim, 5))
-    sinks = torch.randn(heads) if has_sinks else None
-    mask = random_tree(n, seed=1).mask(0, n, n_before)
-    got = ops.tree_attention(q, k, v, mask, 0.7, softcap, sinks)
-    for head in range(heads):
-        scores = q[:, head] @ k[head // 2].T * 0.7
-        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-        scores = scores.masked_fill(~mask.dense(), -math.inf)
-        more = sinks[head].expand(n, 1) if has_sinks else torch.full((n, 1), -math.inf)
-        expected = torch.cat((scores, more), -1).softmax(-1)[:, :-1] @ v[head // 2]
-        torch.testing.assert_close(got[:, head], expected)

@@ -40,8 +40,8 @@ from offload_rt.offload.placement import (
 )
 from offload_rt.offload.sidecar import SidecarTier, open_sidecar, write_sidecar
 from offload_rt.offload.tier import read_parallel
-from offload_rt.ops import cpu, extension, lossless, lossless_reference
-from offload_rt.ops.lossless_reference import BFLOAT16, FLOAT, HALF, KIND_OF, RAW
+from offload_rt.ops import cpu, extension, lossless
+from offload_rt.ops.lossless import BFLOAT16, FLOAT, HALF, KIND_OF, RAW
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.header import read_header
 from offload_rt.weights.layout import PAGE, host_block
@@ -83,7 +83,7 @@ def decoder_of(name: str) -> Decoder:
             if kind == RAW:
                 is_sound &= lossless.decode(chunk, kind, n, to)
             elif name == "numpy":
-                is_sound &= lossless_reference.decode(chunk, kind, n, to)
+                is_sound &= lossless.decode_by_numpy(chunk, kind, n, to)
             else:
                 places = chunk.ctypes.data, nbytes, kind, n, to.ctypes.data
                 is_sound &= cpu.library().offload_rt_decode(*places, name == "portable")
@@ -181,8 +181,8 @@ def test_every_pattern_is_restored_with_any_table(decoder, dtype):
             part[n // 2 :] = repeated[np.arange(n - n // 2) % 9]
         bits = torch.from_numpy(part.astype(np.uint32) << 16 if kind == FLOAT else part.copy())
         x = bits.view(dtype.torch)
-        n_escapes = lossless.n_escapes(lossless.count_others(part, kind))
-        nbytes = lossless_reference.chunk_nbytes(n, n_escapes)
+        n_escapes = lossless.n_escapes(part, kind)
+        nbytes = lossless.chunk_nbytes(n, n_escapes)
         encoded = EncodedLayer.from_codings(pack({"x": x}).layout, [Coding(kind, (nbytes,))])
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
@@ -196,16 +196,16 @@ def test_digests_of_numpy_and_c_are_equal_and_detect_every_bit():
     draw = np.random.default_rng(0)
     for n in (0, 1, 8, 255, 256, 257, 5000):
         content = draw.integers(0, 256, n, np.uint8)
-        digest = lossless_reference.digest(content)
+        digest = lossless.digest_by_numpy(content)
         assert lossless.digest(content) == digest
         for bit in range(0, 8 * n, 1 + n // 10):
             content[bit // 8] ^= 1 << bit % 8
-            assert lossless_reference.digest(content) != digest
+            assert lossless.digest_by_numpy(content) != digest
             content[bit // 8] ^= 1 << bit % 8
         # Two bits at a distance at which their words share a lane.
         if n >= 512:
             content[[3, 259]] ^= 0x80
-            assert lossless_reference.digest(content) != digest
+            assert lossless.digest_by_numpy(content) != digest
     assert lossless.digest(np.zeros(256, np.uint8)) != lossless.digest(np.zeros(512, np.uint8))
 
 

@@ -13,7 +13,7 @@ from support.tiny import random_tree
 from torch import Tensor
 
 from offload_rt import ops
-from offload_rt.ops import attention_cpu, cpu, layer_cpu, reference, top_cpu
+from offload_rt.ops import cpu, layer_cpu, reference
 from offload_rt.ops.tree_mask import TreeMask, make_tree_mask
 from offload_rt.tree.topology import Topology
 
@@ -66,19 +66,21 @@ class Case:
         tree = random_tree(n, seed, reach=int(generator.integers(1, 9)))
         return cls(q, k, v, tree, n_before, window, 3.0 if seed % 5 == 0 else None)
 
-    def attend(self, n_threads: int = 1, rows: range | None = None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, n_threads: int = 1, rows: range | None = None, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of some nodes, computed together."""
         rows = rows or range(len(self.q))
         mask = self.tree.mask(rows.start, rows.stop, self.n_before).within(self.window)
         k, v = (x[:, : self.n_before + rows.stop] for x in (self.k, self.v))
         with threads(n_threads):
-            return self.of(self.q[rows.start : rows.stop], k, v, mask)
+            return self.of(self.q[rows.start : rows.stop], k, v, mask, sinks)
 
     def of(
         self, q: Tensor, k: Tensor, v: Tensor, mask: TreeMask, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         scale = self.q.shape[2] ** -0.5
-        return attention_cpu.tree_attention(q, k, v, mask, scale, self.softcap, sinks)
+        return layer_cpu.tree_attention(q, k, v, mask, scale, self.softcap, sinks)
 
     def path(self, node: int) -> list[int]:
         """Places of the keys of a node's path in order."""
@@ -109,18 +111,26 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
     return torch.stack(outs), torch.stack(sums)
 
 
+def assert_near(got: Tensor, expected: Tensor, off: float = 1e-5) -> None:
+    torch.testing.assert_close(got.double(), expected, atol=off, rtol=off)
+
+
 def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_equals_float64(dtype):
+    """Sinks take a share of the output, and are not part of the log-sum-exp."""
     for seed in range(6):
         case = Case.random(seed, dtype)
-        out, lse = case.attend(1 + seed % 2)
         expected, expected_lse = exact(case)
-        torch.testing.assert_close(out.double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+        n_heads = case.q.shape[1]
+        for sinks in (None, torch.randn(n_heads), torch.full((n_heads,), 60.0)):
+            out, lse = case.attend(1 + seed % 2, sinks=sinks)
+            share = 1 if sinks is None else (expected_lse - sinks).sigmoid()[..., None]
+            assert_near(out, expected * share, ATOL[dtype])
+            assert_near(lse, expected_lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,25 +176,11 @@ def test_invisible_rows_are_not_read(dtype, poison):
 
 
 def test_threads_share_many_keys_of_a_few_heads():
+    tree = Topology(np.array([-1, 0, 0]))
     for dtype in DTYPES:
-        q, k, v = torch.randn(3, 2, 64), *torch.randn(2, 1, 3003, 64)
-        mask = Topology(np.array([-1, 0, 0])).mask(0, 3, 3000)
-        given = *(x.to(dtype) for x in (q, k, v)), mask, 0.1
-        with threads(1):
-            single = attention_cpu.tree_attention(*given)
-        with threads(4):
-            assert_same(single, attention_cpu.tree_attention(*given))
-
-
-def test_sinks_equal_the_definition():
-    case = Case.random(1, torch.float32)
-    mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
-    for sinks in (torch.randn(case.q.shape[1]), torch.full((case.q.shape[1],), 60.0)):
-        out, lse = case.of(case.q, case.k, case.v, mask, sinks)
-        expected, expected_lse = exact(case)
-        share = (expected_lse - sinks).sigmoid()[..., None]
-        torch.testing.assert_close(out.double(), expected * share, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+        parts = (x.to(dtype) for x in (torch.randn(3, 2, 64), *torch.randn(2, 1, 3003, 64)))
+        case = Case(*parts, tree, 3000, None, None)
+        assert_same(case.attend(1), case.attend(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -206,8 +202,8 @@ def test_parts_of_the_keys_merge_to_all(dtype, window):
         joined = part if joined is None else ops.merge(*joined, *part)
     exact = (x.double() for x in (q, keys, values))
     expected, expected_lse = reference.partial_attention(*exact, mask.dense(), 0.2)
-    torch.testing.assert_close(joined[0].double(), expected, atol=ATOL[dtype], rtol=ATOL[dtype])
-    torch.testing.assert_close(joined[1].double(), expected_lse, atol=1e-5, rtol=1e-5)
+    assert_near(joined[0], expected, ATOL[dtype])
+    assert_near(joined[1], expected_lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,7 +273,7 @@ def test_most_probable_tokens_equal_those_of_torch(dtype, width, k):
     logits[2, width // 2 + 1 :] = -math.inf
     wide = logits.float()
     for temperature in (None, 1.0, 0.3, 1e-40):
-        values, found = top_cpu.top(logits, k, temperature)
+        values, found = layer_cpu.top(logits, k, temperature)
         expected = reference.top(logits, k, temperature)[0]
         torch.testing.assert_close(values, expected, rtol=2e-5, atol=1e-37)
         torch.testing.assert_close(wide.gather(1, found), wide.topk(k).values)
@@ -288,7 +284,7 @@ def test_most_probable_tokens_equal_those_of_torch(dtype, width, k):
 def test_most_probable_tokens_have_no_denormal_probability():
     """e^-86.9 is a normal number; a third of it is not."""
     logits = torch.tensor([[0.0, -86.9, 0.0, -80.0, 0.0]])
-    probs, tokens = top_cpu.top(logits, 5, 1.0)
+    probs, tokens = layer_cpu.top(logits, 5, 1.0)
     assert tokens.tolist() == [[0, 2, 4, 3, 1]]
     assert probs[0, 3] > 0 == probs[0, 4]
 
@@ -299,5 +295,5 @@ def test_most_probable_token_reveals_nan_and_infinity(place, number):
     logits = torch.randn(2, 5000)
     logits[1, place] = number
     for k in (1, 8):
-        values, _ = top_cpu.top(logits, k)
+        values, _ = layer_cpu.top(logits, k)
         assert values[:, 0].isfinite().tolist() == [True, False]

@@ -6,30 +6,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from ops.test_dequantize import arguments as dequantize_arguments
 from support import drafted
+from support.coded_matrices import random_blocks
 from support.fake_gpu import record_graph
 from support.tiny import random_tree
+from torch.nn.functional import pad
 
 from offload_rt.executor.cuda_graphs import CudaCapture
-from offload_rt.ops import TreeMask, reference
-from offload_rt.ops.tree_mask import packed_ancestors
+from offload_rt.ops import make_tree_mask, reference
 from offload_rt.ops.verification import arguments
+from offload_rt.packing import KERNEL_BLOCKS
 from offload_rt.speculate import residual
 from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
-
-
-def parents_of(n, seed, n_chain=0):
-    return torch.from_numpy(random_tree(n, seed).after_chain(n_chain).parents.copy())
-
-
-def ancestors(parents):
-    """(n, n) bool by the plain definition."""
-    seen = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class Case:
 
 
 def inputs(case, device):
-    """Return q, k, v as views into larger stores of NaN, and the parents of the tree.
+    """Return q, k, v as views into larger stores of NaN, and the mask of a tree on the host.
 
     k and v have `n_spare` extra columns of NaN.
     """
@@ -65,38 +55,27 @@ def inputs(case, device):
     q = random_view(case.n, case.kv_heads * case.group, (1, 3))
     k, v = (random_view(case.kv_heads, n_keys, (0, 37), case.n_spare) for _ in range(2))
     n_chain = min(case.n_chain, n_rows - 1)
-    # A few rows stand behind those that are asked for: their keys are not there yet.
-    return q, k, v, parents_of(n_rows - n_chain + 5, case.seed, n_chain)
+    parents = random_tree(n_rows - n_chain, case.seed).after_chain(n_chain).parents
+    return q, k, v, make_tree_mask(parents, case.first, case.n_before).within(case.window or None)
 
 
-def mask_of(case, parents, n_most=0):
-    """Return the kernel's mask arguments for a tree: masks, depths, key depths, extent."""
-    bits, depths = map(torch.from_numpy, packed_ancestors(parents.numpy()))
-    n_rows = case.first + case.n
-    rows = slice(case.first, n_rows)
-    n_most = n_most or n_rows + case.n_spare
-    wide = torch.zeros(case.n, max(bits.shape[1], (n_most + 31) // 32), dtype=torch.int32)
-    wide[:, : bits.shape[1]] = bits[rows]
-    key_depths = torch.full((n_most,), 1 << 20, dtype=torch.int32)
-    key_depths[:n_rows] = depths[:n_rows]
-    return wide, depths[rows], key_depths, torch.tensor([case.n_before, n_rows]).int()
+def padded(mask, n_most):
+    """Return the kernel's mask arguments for up to n_most keys of a tree."""
+    bits = pad(mask.bits, (0, -(-n_most // 32) - mask.bits.shape[1]))
+    key_depths = pad(mask.key_depths, (0, n_most - len(mask.key_depths)), value=1 << 20)
+    return bits, mask.depths.clone(), key_depths, mask.extent
 
 
-def visible(case, parents):
-    """(n, n_keys) bool by the plain definition."""
-    n_rows = case.first + case.n
-    seen = ancestors(parents)[:n_rows, :n_rows]
-    positions = torch.cat((torch.arange(case.n_before), seen.sum(1) - 1 + case.n_before))
-    before = torch.ones(case.n, case.n_before, dtype=torch.bool)
-    mask = torch.cat((before, seen[case.first :]), 1)
-    if case.window:
-        mask &= positions > positions[case.n_before + case.first :, None] - case.window
-    return mask
+def visible(mask):
+    """(n, n_keys) bool."""
+    dense = mask.dense()
+    return torch.ones(len(mask.bits), mask.n_keys, dtype=torch.bool) if dense is None else dense
 
 
 @pytest.mark.parametrize("name", [
-    "add_rms_norm", "commit_rows", "merge_attention", "rms_norm", "rotate_and_store", "silu_mul",
-    "tree_attention", "transfer", "verify",
+    "add_rms_norm", "commit_rows", "dequantize", "dequantize_blocks", "few_rows",
+    "merge_attention", "rms_norm", "rotate_and_store", "silu_mul", "tree_attention", "transfer",
+    "verify",
 ])  # fmt: skip
 def test_kernels_change_only_what_their_schema_names(kernels, name):
     if name == "transfer" and kernels.device == "cuda":
@@ -127,35 +106,27 @@ SPLIT = [
     Case(4, 1, 1400, 4, 1, 64, 5, torch.float16, 4),
 ]
 CASES = [random_case(seed) for seed in range(32)] + SPLIT
+# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
+# tests/support/cuda_on_cpu/cuda_runtime.h.
+MANY_ROWS = [
+    (Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30), card)
+    for card in range(3) for dim in (64, 96, 128) for window in (0, 50)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=lambda case: f"{case.n}x{case.group}-{case.n_before}-{case.dim}-{case.window}",
+    ("case", "card"),
+    [*((case, 0) for case in CASES), *MANY_ROWS],
+    ids=lambda case: case if isinstance(case, int) else f"{case.n}x{case.group}-{case.n_before}",
 )
-def test_tree_attention(kernels, case):
-    check_attention(kernels, case)
-
-
-def check_attention(kernels, case):
-    q, k, v, parents = inputs(case, kernels.device)
-    given = [tensor.to(kernels.device) for tensor in mask_of(case, parents)]
-    result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    assert_attention(result, q, k, v, visible(case, parents))
-
-
-# Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
-# tests/support/cuda_on_cpu/cuda_runtime.h.
-@pytest.mark.parametrize("card", [0, 1, 2])
-@pytest.mark.parametrize("dim", [64, 96, 128])
-def test_tree_attention_of_many_rows_with_various_shared_memory(kernels, monkeypatch, dim, card):
-    if kernels.device != "cpu":
+def test_tree_attention(kernels, monkeypatch, case, card):
+    if kernels.device != "cpu" and card:
         pytest.skip("a card has the shared memory it has")
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
-    for window in (0, 50):
-        case = Case(20, 19, 199, 8, 1, dim, window, torch.float16, 10 * dim + card, n_chain=30)
-        check_attention(kernels, case)
+    q, k, v, mask = inputs(case, kernels.device)
+    given = [tensor.to(kernels.device) for tensor in mask.tensors]
+    result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
+    assert_attention(result, q, k, v, visible(mask))
 
 
 def assert_attention(result, q, k, v, mask):
@@ -177,17 +148,17 @@ def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
     """As in a captured pass: the device holds the number of keys."""
     draw = random.Random(seed)
     case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
-    q, k, v, parents = inputs(case, kernels.device)
-    masks, depths, *others = mask_of(case, parents)
+    q, k, v, mask = inputs(case, kernels.device)
+    bits, depths, *others = padded(mask, case.first + case.n + case.n_spare)
     n_left = draw.randrange(case.n)
-    masks[case.n - n_left :] = 0
+    bits[case.n - n_left :] = 0
     depths[case.n - n_left :] = 0
-    given = [tensor.to(kernels.device) for tensor in (masks, depths, *others)]
+    given = [tensor.to(kernels.device) for tensor in (bits, depths, *others)]
     result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    mask = visible(case, parents)
-    at = torch.arange(mask.shape[1]) - case.n_before
-    mask[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
-    assert_attention(result, q, k, v, mask)
+    seen = visible(mask)
+    at = torch.arange(mask.n_keys) - case.n_before
+    seen[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
+    assert_attention(result, q, k, v, seen)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -197,9 +168,9 @@ def test_captured_tree_attention_serves_other_trees(kernels, seed):
     short = replace(long, n_before=31, first=3, n_spare=706, seed=long.seed + 1)
     cases = []
     for case in (long, short):
-        *stores, parents = inputs(case, kernels.device)
-        masks = (tensor.to(kernels.device) for tensor in mask_of(case, parents, n_most=1000))
-        cases.append(([*stores, *masks], visible(case, parents)))
+        *stores, mask = inputs(case, kernels.device)
+        tensors = (tensor.to(kernels.device) for tensor in padded(mask, 1000))
+        cases.append(([*stores, *tensors], visible(mask)))
     (at_capture, _), (other, mask) = cases
     results = []
 
@@ -219,20 +190,14 @@ def test_two_parts_of_the_keys_merge_to_the_whole(kernels, seed):
     """Cut anywhere before the tree; a window may leave a row nothing of a part."""
     draw = random.Random(seed)
     case = replace(random_case(300 + seed), n_before=draw.choice([65, 128, 700]))
-    q, k, v, parents = inputs(case, kernels.device)
-    given = [tensor.to(kernels.device) for tensor in mask_of(case, parents)]
-    whole = TreeMask(*given, k.shape[1], window=case.window or None)
+    q, k, v, mask = inputs(case, kernels.device)
+    whole = mask.with_tensors(tensor.to(kernels.device) for tensor in mask.tensors)
     n = draw.choice([1, 33, case.n_before])
-    parts = [
-        kernels.tree_attention(
-            q, keys, values, mask.bits, mask.depths, mask.key_depths, mask.extent, case.window, 0.1
-        )
-        for mask, keys, values in zip(
-            whole.split(n), (k[:, :n], k[:, n:]), (v[:, :n], v[:, n:]), strict=True
-        )
-    ]
-    out, lse = kernels.merge_attention(*parts[0], *parts[1])
-    expected, expected_lse = kernels.tree_attention(q, k, v, *given, case.window, 0.1)
+    before, behind = whole.split(n)
+    first = kernels.tree_attention(q, k[:, :n], v[:, :n], *before.tensors, case.window, 0.1)
+    second = kernels.tree_attention(q, k[:, n:], v[:, n:], *behind.tensors, case.window, 0.1)
+    out, lse = kernels.merge_attention(*first, *second)
+    expected, expected_lse = kernels.tree_attention(q, k, v, *whole.tensors, case.window, 0.1)
     error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out, expected, atol=error, rtol=error)
     torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-5)
@@ -512,9 +477,9 @@ def test_silu_mul(kernels, shape, dtype):
 
 def samples(device):
     case = random_case(3)
-    q, k, v, parents = inputs(case, device)
-    attention = (q, k, v, *(part.to(device) for part in mask_of(case, parents)), case.window, 0.1)
-    parents = parents.to(device)
+    *qkv, mask = inputs(case, device)
+    blocks, shape = random_blocks("Q4_K", 1)
+    stack = torch.randn(3, 24, 96, device=device).bfloat16()[:2]
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target, _ = drafted.random_case(3, torch.float32)
     candidates = residual.candidates(tree)
@@ -533,7 +498,16 @@ def samples(device):
             heads, heads, heads, rotary, rotary, *stores, torch.tensor([1, 8, 4], device=device), 7,
         ),
         "silu_mul": (x, delta),
-        "tree_attention": attention,
+        "tree_attention": (*qkv, *(part.to(device) for part in mask.tensors), case.window, 0.1),
+        "dequantize": dequantize_arguments("columns", 3, torch.bfloat16, device),
+        "dequantize_blocks": (
+            blocks.to(device), [*KERNEL_BLOCKS].index("Q4_K"), torch.empty(shape, device=device),
+        ),
+        "few_rows": (
+            torch.randn(3, 96, device=device).bfloat16(), torch.tensor([2, 0, 1, 1], device=device),
+            torch.tensor([1, 3], dtype=torch.int32, device=device), stack, None, None,
+            torch.zeros(2, 24, device=device).bfloat16(), 7, 1, 8, 0,
+        ),
         "merge_attention": (
             heads, heads[..., 0].float().contiguous(), heads, heads[..., 1].float().contiguous(),
         ),
@@ -576,6 +550,30 @@ def samples(device):
     ("silu_mul", 1, lambda x: x[:2], "up must have 3"),
     ("verify", 1, lambda x: x[1:], "children must have"),
     ("verify", 6, lambda x: x.double(), "target has the wrong dtype"),
+    ("dequantize", 0, lambda x: x[1:], "codes must have"),
+    ("dequantize", 0, lambda x: x.short(), "codes has the wrong dtype"),
+    ("dequantize", 1, lambda x: x[:, 1:].contiguous(), "scales must have"),
+    ("dequantize", 1, lambda x: x.double(), "scales must be float32"),
+    ("dequantize", 2, lambda x: x[:, 1:].contiguous(), "zeros must have"),
+    ("dequantize", 3, lambda x: x[1:], "groups must have"),
+    ("dequantize", 4, lambda _: 7, "unknown kind"),
+    ("dequantize", 5, lambda _: 9, "1 to 8 bits"),
+    ("dequantize", 6, lambda _: 0, "blocks must not be empty"),
+    ("dequantize", 9, lambda x: x.int(), "out must be float32"),
+    ("dequantize", 9, lambda x: x.T, "out must be contiguous"),
+    ("dequantize_blocks", 0, lambda x: x[1:], "blocks must have"),
+    ("dequantize_blocks", 0, lambda x: x[:, 1:].contiguous(), "blocks must have"),
+    ("dequantize_blocks", 0, lambda x: x.int(), "blocks has the wrong dtype"),
+    ("dequantize_blocks", 1, lambda _: 12, "unknown kind"),
+    ("dequantize_blocks", 2, lambda x: x[:, 1:].contiguous(), "a multiple of 256"),
+    ("dequantize_blocks", 2, lambda x: x.double(), "out must be float32"),
+    ("few_rows", 0, lambda x: x[:, :64].contiguous(), "codes must have 64"),
+    ("few_rows", 2, lambda x: x[:1], "ends must have 2"),
+    ("few_rows", 2, lambda _: None, "codes must have 1"),
+    ("few_rows", 3, lambda x: x[0], "3 dimensions"),
+    ("few_rows", 3, lambda x: x.flatten()[4:].as_strided((2, 24, 96), (2304, 96, 1)),
+        "multiple of 16"),
+    ("few_rows", 6, lambda x: x[:, :8].contiguous(), "bias must have 24"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused_with_a_reason(kernels, name, place, change, message):
     args = list(samples(kernels.device)[name])

@@ -11,6 +11,7 @@ from support.coded_matrices import (
     case,
     random_blocks,
     random_matrix,
+    relative_error,
     values_of,
 )
 from torch import Tensor
@@ -22,8 +23,6 @@ from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
     Packing,
-    ZeroCodes,
-    reference_dequantize,
     reference_dequantize_blocks,
 )
 from offload_rt.ops.linear import dequantize, linear
@@ -39,32 +38,28 @@ pytestmark = [
 
 def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
     """A random coded matrix with scales of about 1, and its values by the reference."""
-    codes, scales, zeros, groups, packing, shape = case(kind, seed)
+    matrix = case(kind, seed)
+    codes = matrix.codes
     if kind == "float8":
         codes = (codes.view(torch.uint8) & 0xBF).view(torch.float8_e4m3fn)  # finite
-    scales = torch.randn(scales.shape, generator=torch.Generator().manual_seed(seed)).to(
-        scales.dtype
-    )
-    stored = torch.empty(shape)
-    reference_dequantize(codes, scales, zeros, groups, packing, stored)
-    # Zero points as codes of 8 bits, which every order of codes but `plain` may have.
-    zero_codes = None
-    if zeros is not None:
-        zero_codes = ZeroCodes(zeros.to(torch.int8), "plain")
-    values = stored.T if packing.is_transposed else stored
-    matrix = CodedMatrix(
-        tuple(values.shape), packing, codes, scales, zero_codes, groups, scales.dtype
-    )
-    return matrix, values
+    draw = torch.Generator().manual_seed(seed)
+    scales = torch.randn(matrix.scales.shape, generator=draw).to(matrix.scales.dtype)
+    matrix = replace(matrix, codes=codes, scales=scales)
+    return matrix, values_of(matrix)
 
 
 def block_matrix(name: str, seed: int) -> tuple[BlockMatrix, Tensor]:
     """Random blocks with scales below 1, and their values by the reference."""
     blocks, shape = random_blocks(name, seed)
+    return of_blocks(name, blocks, shape, 0xBB)
+
+
+def of_blocks(name: str, blocks: Tensor, shape: tuple, mask: int) -> tuple[BlockMatrix, Tensor]:
+    """Mask the upper byte of float16 scales; return the matrix and its values."""
     kind = BLOCKS[name]
     for offset in (kind.scale, kind.minimum):
         if offset is not None:
-            blocks.view(-1, kind.size)[:, offset + 1] &= 0xBB  # the upper byte of a float16
+            blocks.view(-1, kind.size)[:, offset + 1] &= mask
     values = torch.empty(shape)
     reference_dequantize_blocks(blocks, name, values)
     return BlockMatrix(shape, blocks, name), values
@@ -77,14 +72,9 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
     dtype  of the scales, where the format leaves a choice
     """
     if name in BLOCKS:
-        kind = BLOCKS[name]
-        blocks = torch.randint(0, 256, (n_out, n_in // kind.n, kind.size)).byte()
-        for offset in (kind.scale, kind.minimum):
-            if offset is not None:
-                blocks[:, :, offset + 1] &= 0x3B  # the upper byte of a float16: below 1
-        values = torch.empty(n_out, n_in)
-        reference_dequantize_blocks(blocks.view(n_out, -1), name, values)
-        return BlockMatrix((n_out, n_in), blocks.view(n_out, -1), name), values
+        n_bytes = n_in // BLOCKS[name].n * BLOCKS[name].size
+        blocks = torch.randint(0, 256, (n_out, n_bytes)).byte()
+        return of_blocks(name, blocks, (n_out, n_in), 0x3B)
     order, group = name.split("-")
     size = int(group)
     packing, zeros = {
@@ -111,26 +101,13 @@ LARGE = (
 SHORT_BLOCKS = ("e2m1-32", *(name for name, kind in BLOCKS.items() if kind.n == 32))
 
 
-def unsigned_zeros_fit(kind: str, seed: int) -> bool:
-    """Whether zero points of `case` fit int8: with 8 bits they may not."""
-    zeros = case(kind, seed)[2]
-    return zeros is None or (int(zeros.max()) < 128 and int(zeros.min()) >= -128)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_unpacked_codes_equal_the_reference_bit_for_bit(level, kind):
     for seed in range(15):
-        if not unsigned_zeros_fit(kind, seed):
-            continue
-        codes, scales, zeros, groups, packing, shape = case(kind, seed)
-        matrix = replace(coded(kind, seed)[0], codes=codes, scales=scales)
+        matrix = case(kind, seed)
         for dtype in FLOATS:
-            expected = torch.empty(shape, dtype=dtype)
-            reference_dequantize(codes, scales, zeros, groups, packing, expected)
-            expected = expected.T if packing.is_transposed else expected
-            assert_equal(
-                dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected.contiguous()
-            )
+            expected = values_of(matrix, dtype)
+            assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected)
             rows = torch.tensor([len(expected) - 1, 0])
             out = torch.empty(2, matrix.shape[1], dtype=dtype)
             assert_equal(dequantize(matrix, out, rows), expected[rows])
@@ -150,22 +127,15 @@ def test_unpacked_blocks_equal_the_reference_bit_for_bit(level, name):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_products_of_codes_equal_products_of_their_values(level, dtype):
     n_compared = 0
-    cases = [
-        (coded, kind, seed) for kind in KINDS for seed in range(6) if unsigned_zeros_fit(kind, seed)
-    ]
-    for make, kind, seed in cases + [
-        (block_matrix, name, seed) for name in BLOCKS for seed in range(3)
-    ]:
-        matrix, values = make(kind, seed)
+    made = [coded(kind, seed) for kind in KINDS for seed in range(6)]
+    made += [block_matrix(name, seed) for name in BLOCKS for seed in range(3)]
+    for matrix, values in made:
         x = torch.randn(5, matrix.shape[1]).to(dtype)
         bias = torch.randn(matrix.shape[0]).to(dtype)
-        exact = x.double() @ values.double().T + bias.double()
-        if dtype == torch.float16 and float(exact.abs().max()) > 6e4:
+        if dtype == torch.float16 and float((x.double() @ values.double().T).abs().max()) > 6e4:
             continue
-        size = x.double().abs() @ values.double().abs().T + bias.double().abs()
         # Where a bfloat16 instruction multiplies, weights are rounded to bfloat16 once.
-        error = (linear(x, matrix, bias).double() - exact).abs() / size
-        assert float(error.max()) < TOLERANCES[dtype]
+        assert relative_error(x, values, linear(x, matrix, bias), bias) < TOLERANCES[dtype]
         n_compared += 1
     assert n_compared > 50
 
@@ -192,25 +162,20 @@ def test_products_with_unit_vectors_equal_the_reference(level: int, name: str) -
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", LARGE)
-def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(level, name, dtype):
-    n_in = 1280 + 32 * (name in SHORT_BLOCKS)
-    matrix, _ = large_matrix(name, 168, n_in, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("name", "n_out", "n_in"),
+    [
+        *((name, 168, 1280 + 32 * (name in SHORT_BLOCKS)) for name in LARGE),
+        # Few rows of a wide transposed matrix read more outputs at a time.
+        *((name, 2200, 256) for name in ("awq-128", "columns-128")),
+    ],
+)
+def test_a_row_of_a_large_matrix_has_the_same_bits_in_any_company(level, name, n_out, n_in, dtype):
+    matrix, _ = large_matrix(name, n_out, n_in, torch.bfloat16)
     x = torch.randn(64, n_in).to(dtype)
     full = linear(x, matrix)
     for first, last in ((0, 1), (3, 5), (2, 5), (1, 5), (2, 9), (8, 9), (40, 56)):
         assert_equal(linear(x[first:last], matrix), full[first:last])
-
-
-@pytest.mark.parametrize("name", ["awq-128", "columns-128"])
-def test_few_rows_of_a_wide_transposed_matrix_equal_many_rows(level, name):
-    """Few rows read more outputs at a time."""
-    matrix, _ = large_matrix(name, 2200, 256, torch.bfloat16)
-    for dtype in FLOATS:
-        x = torch.randn(64, 256).to(dtype)
-        full = linear(x, matrix)
-        for n_rows in (1, 2, 7, 16):
-            assert_equal(linear(x[:n_rows], matrix), full[:n_rows])
 
 
 # Weights that are integer codes times scales.
@@ -230,9 +195,7 @@ def test_rounded_inputs_are_products_of_8_bits_with_the_same_bits_in_any_company
         codes = (blocks * torch.where(scales > 0, 1 / scales, 0)).round()
         rounded = (codes.double() * scales).view(64, n_in)
         y = linear(x, matrix)
-        size = rounded.abs() @ values.double().abs().T
-        error = (y.double() - rounded @ values.double().T).abs() / size
-        assert float(error.max()) < TOLERANCES[dtype]
+        assert relative_error(rounded, values, y) < TOLERANCES[dtype]
         for first, last in ((0, 1), (2, 4), (0, 7), (40, 56)):
             assert_equal(linear(x[first:last], matrix), y[first:last])
         x[5, 7] = torch.inf  # a row that is not finite
@@ -245,9 +208,7 @@ def test_dense_products_equal_float64_products(level, dtype, stored):
     for n_out, n_in in ((1, 1), (7, 3), (33, 1000), (100, 2048), (257, 1544)):
         weight = torch.randn(n_out, n_in).to(stored)
         x = torch.randn(29, n_in).to(dtype)
-        exact = x.double() @ weight.double().T
-        size = x.double().abs() @ weight.double().abs().T
-        assert float(((linear(x, weight).double() - exact).abs() / size).max()) < TOLERANCES[dtype]
+        assert relative_error(x, weight, linear(x, weight)) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -279,14 +240,10 @@ def test_groups_equal_separate_products_bit_for_bit(level, dtype):
     x = torch.randn(395, 192).to(dtype)[:, 96:]
     shared = x[:1]
     for rows, ends in ((x, [1, 390, 395]), (x[:9], [4, 5, 9]), (shared, [1, 2, 3])):
-        starts = [0, *ends[:-1]]
-        expected = [
-            torch.cat(
-                [linear(shared if rows is shared else rows[first:end], matrix) for matrix in pair],
-                1,
-            )
-            for first, end, pair in zip(starts, ends, pairs, strict=True)
-        ]
+        expected = []
+        for first, end, pair in zip([0, *ends[:-1]], ends, pairs, strict=True):
+            part = shared if rows is shared else rows[first:end]
+            expected.append(torch.cat([linear(part, matrix) for matrix in pair], 1))
         assert_equal(linear_cpu.linear_groups(rows, ends, stack, [0, 2, 1]), torch.cat(expected))
     with pytest.raises(RuntimeError, match="95 columns"):
         linear_cpu.linear_groups(x[:, :95], [1, 390, 395], stack, [0, 2, 1])
@@ -320,9 +277,7 @@ def test_products_without_the_library_differ_only_by_rounding(dtype, monkeypatch
     ):  # fmt: skip
         x = torch.randn(3, matrix.shape[1]).to(dtype)
         bias = torch.randn(matrix.shape[0]).to(dtype)
-        exact = x.double() @ values.double().T + bias.double()
-        size = x.double().abs() @ values.double().abs().T + bias.double().abs()
-        assert float(((linear(x, matrix, bias).double() - exact).abs() / size).max()) < tolerance
+        assert relative_error(x, values, linear(x, matrix, bias), bias) < tolerance
 
 
 def test_torch_multiplies_many_rows_of_16_bits_only_if_allowed(monkeypatch):

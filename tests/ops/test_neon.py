@@ -32,10 +32,7 @@ from support.tiny import Zoo
 
 from offload_rt.ops import cpu
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(neon.missing() != "", reason=neon.missing()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(neon.missing() != "", reason=neon.missing())]
 
 
 @pytest.fixture(scope="module")

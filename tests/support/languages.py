@@ -86,22 +86,17 @@ class Recipe:
         """Every tree it can become after `text`, with its probability."""
         # Parents first, and of siblings the deterministic before the sampled.
         depths, parents = self.topology.depths, self.topology.parents
-        order = sorted(
-            range(1, len(self.topology)), key=lambda i: (depths[i], parents[i], self.is_sampled[i])
-        )
-        yield from self._grow(draft, order, {0: text}, 1.0)
+        nodes = range(1, len(self.topology))
+        order = sorted(nodes, key=lambda i: (depths[i], parents[i], self.is_sampled[i]))
 
-    def _grow(
-        self, draft: Language, order: list[int], texts: dict[int, tuple], p: float
-    ) -> Iterator[tuple[DraftTree, float]]:
-        if len(texts) == len(self.topology):
-            yield self._finish(draft, texts), p
-            return
-        node = order[len(texts) - 1]
-        before = texts[int(self.topology.parents[node])]
-        for token, q in enumerate(self._probs_of(draft, node, texts).tolist()):
-            if q > 0:
-                yield from self._grow(draft, order, {**texts, node: (*before, token)}, p * q)
+        def grow(draw: Draw) -> DraftTree:
+            texts = {0: text}
+            for node in order:
+                probs = self._probs_of(draft, node, texts)
+                texts[node] = (*texts[int(parents[node])], draw(enumerate(probs.tolist())))
+            return self._finish(draft, texts)
+
+        return every_run(grow)
 
     def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
         parent = int(self.topology.parents[node])
