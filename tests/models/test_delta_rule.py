@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from support.fake_gpu import fake_gpu
 from support.tiny import (
     assert_continued,
@@ -14,7 +13,6 @@ from support.tiny import (
     generate,
     logits_of,
     open_llm,
-    open_streamed,
     prefill,
     prompt_of,
     random_tree,
@@ -22,7 +20,6 @@ from support.tiny import (
     say,
     watch,
 )
-from transformers import Qwen3_5ForConditionalGeneration
 
 from bench.models.tiny import config_of as tiny_config
 from offload_rt import LLM, SamplingParams
@@ -31,62 +28,22 @@ from offload_rt.executor.step import Segment, Step
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
 from offload_rt.kv.split import state_rows
 from offload_rt.models.families import parse_architecture
-from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows, DeltaTerms, delta_rule, fold, normed
+from offload_rt.ops.delta_rule import BLOCK_ROWS, DeltaRows
 
 pytestmark = pytest.mark.numeric
-N_K_HEADS = 2
-N_V_HEADS = 4
-K_DIM = 8
-V_DIM = 6
-
-
-def random_rows(n, generator):
-    """Queries, keys, values, decays and rates of n rows, and a state above them."""
-    q, k = (
-        normed(torch.randn(n, N_K_HEADS, K_DIM, dtype=torch.float64, generator=generator))
-        for _ in range(2)
-    )
-    v = torch.randn(n, N_V_HEADS, V_DIM, dtype=torch.float64, generator=generator)
-    decays, beta = (
-        torch.rand(n, N_V_HEADS, dtype=torch.float64, generator=generator) for _ in range(2)
-    )
-    state = torch.randn(N_V_HEADS, K_DIM, V_DIM, dtype=torch.float64, generator=generator)
-    return DeltaRows(q, k, v, -2 * decays, beta), state
 
 
 def recurrence(rows, state):
     """Compute outputs and the last state row by row, as the rule is defined."""
     outs = []
-    q, k = (term.repeat_interleave(N_V_HEADS // N_K_HEADS, 1) for term in rows[:2])
+    n_shared = rows.v.shape[1] // rows.k.shape[1]
+    q, k = (term.repeat_interleave(n_shared, 1) for term in rows[:2])
     for query, key, v, log_decay, beta in zip(q, k, *rows[2:], strict=True):
         state = log_decay.exp()[:, None, None] * state
         u = beta[:, None] * (v - (state * key[..., None]).sum(1))
         state = state + key[..., None] * u[:, None]
         outs.append((state * query[..., None]).sum(1))
     return torch.stack(outs), state
-
-
-@pytest.mark.parametrize(
-    ("n", "n_above", "reach"),
-    [(1, 0, 1), (7, 3, 3), (60, 20, 1000), (200, 64, 4), (300, 0, 1), (500, 200, 1000)],
-)
-def test_tree_node_state_equals_its_path(n, n_above, reach):
-    """In two passes; the state then advances along the longest path."""
-    rows, state = random_rows(n, torch.Generator().manual_seed(n))
-    tree = random_tree(n, seed=n, reach=reach)
-    sees = tree.mask(0, n, 0).dense()
-    none = DeltaTerms(*(term[:0] for term in rows[1:]))
-    sees = torch.ones(1, 1, dtype=torch.bool) if sees is None else sees
-    first, above = delta_rule(rows.part(0, n_above), state, sees[:n_above, :n_above], none)
-    last, own = delta_rule(rows.part(n_above), state, sees[n_above:], above)
-    outs = torch.cat((first, last))
-    for node in (*range(0, n, 1 + n // 60), n - 1):
-        path = [0, *tree.path_to(node)]
-        expected, behind = recurrence([term[path] for term in rows], state)
-        torch.testing.assert_close(outs[node], expected[-1], atol=1e-12, rtol=0)
-    moved = state.clone()
-    fold(moved, DeltaTerms(*(torch.cat(pair)[path] for pair in zip(above, own, strict=True))))
-    torch.testing.assert_close(moved, behind, atol=1e-12, rtol=0)
 
 
 class Net:
@@ -305,19 +262,6 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
             assert [result.token_ids for result in results] == expected
             assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
         assert passes[1] == (0, sum(map(len, batch)))
-
-
-def test_unused_parts_of_a_model_are_not_loaded(tmp_path):
-    """A whole multimodal checkpoint with a layer for multi-token prediction."""
-    model = Qwen3_5ForConditionalGeneration(tiny_config("qwen3_5")).eval()
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    assert any(".visual." in name for name in tensors)
-    save_file(tensors | {"mtp.fc.weight": torch.ones(4, 4)}, file, {"format": "pt"})
-    prompt = prompt_of(0, 21, 150)
-    with open_streamed(tmp_path) as llm:
-        assert say(llm, prompt, 8) == generate(model, prompt, 8)
 
 
 def test_cuda_pass_needs_no_host_wait(saved, steady, monkeypatch):

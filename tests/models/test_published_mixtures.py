@@ -1,7 +1,6 @@
 """Tree logits of large mixtures in their published formats equal the dequantised models."""
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -22,37 +21,24 @@ _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 _EXPERTS = r".*\.experts\.\d+\.\w+_proj\.weight"
 
 
-@dataclass(frozen=True)
-class Published:
-    """A model type and the storage of its published checkpoint.
-
-    choice     format; None for plain weights
-    quantised  names of the quantised tensors
-    config     changes of config.json
-    """
-
-    kind: str
-    choice: Choice | None
-    quantised: str = _PROJECTIONS
-    config: dict[str, Any] = field(default_factory=dict)
-
-
 _FP8 = Choice("fp8", group_size=32)
 _REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
 _KIMI = {"model_type": "kimi_k2"} | _REMOTE
-PUBLISHED = {
-    "DeepSeek-V3": Published("deepseek_v3", _FP8, config=_REMOTE),
-    "DeepSeek-V3.2": Published("deepseek_v32", _FP8, _PROJECTIONS + r"|.*indexer\.w.*\.weight"),
-    "Kimi-K2": Published("deepseek_v3", _FP8, config=_KIMI),
-    "Kimi-K2-Thinking": Published(
-        "deepseek_v3", Choice("pack-quantized", symmetric=True), _EXPERTS, _KIMI
-    ),
-    "GLM-4.5-FP8": Published("glm4_moe", Choice("float-quantized", group_size=-1)),
-    "GLM-5-FP8": Published("glm_moe_dsa", _FP8, _PROJECTIONS + r"|.*indexer\.w.*\.weight"),
-    "Qwen3-235B-FP8": Published("qwen3_moe", _FP8),
-    "Qwen3-Next-FP8": Published("qwen3_next", _FP8),
-    "Llama-4": Published("llama4_text", None),
-    "Llama-4-FP8": Published("llama4_text", Choice("float-quantized", group_size=-1), _EXPERTS),
+_INDEXED = _PROJECTIONS + r"|.*indexer\.w.*\.weight"
+_ROWS = Choice("float-quantized", group_size=-1)
+_INT4 = Choice("pack-quantized", symmetric=True)
+# Model type, format or None for plain weights, names of quantised tensors, changes of config.json.
+PUBLISHED: dict[str, tuple[str, Choice | None, str, dict[str, Any]]] = {
+    "DeepSeek-V3": ("deepseek_v3", _FP8, _PROJECTIONS, _REMOTE),
+    "DeepSeek-V3.2": ("deepseek_v32", _FP8, _INDEXED, {}),
+    "Kimi-K2": ("deepseek_v3", _FP8, _PROJECTIONS, _KIMI),
+    "Kimi-K2-Thinking": ("deepseek_v3", _INT4, _EXPERTS, _KIMI),
+    "GLM-4.5-FP8": ("glm4_moe", _ROWS, _PROJECTIONS, {}),
+    "GLM-5-FP8": ("glm_moe_dsa", _FP8, _INDEXED, {}),
+    "Qwen3-235B-FP8": ("qwen3_moe", _FP8, _PROJECTIONS, {}),
+    "Qwen3-Next-FP8": ("qwen3_next", _FP8, _PROJECTIONS, {}),
+    "Llama-4": ("llama4_text", None, _PROJECTIONS, {}),
+    "Llama-4-FP8": ("llama4_text", _ROWS, _EXPERTS, {}),
 }
 
 
@@ -97,19 +83,17 @@ def joined(tensors, fused):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_logits_equal_transformers_with_experts_on_demand(name, tmp_path, monkeypatch):
-    published = PUBLISHED[name]
-    model = model_of(published.kind)
+    kind, choice, quantised, changes = PUBLISHED[name]
+    model = model_of(kind)
     model.save_pretrained(tmp_path)
-    choice = published.choice
     if choice is not None:
-        monkeypatch.setattr(quantize, "_MATRIX", re.compile(published.quantised))
+        monkeypatch.setattr(quantize, "_MATRIX", re.compile(quantised))
         tensors = load_file(tmp_path / "model.safetensors")
         stored, exact = quantize.quantized(divided(tensors), choice)
         assert len(stored) > len(exact)
         save_file(joined(exact, tensors), tmp_path / "model.safetensors", {"format": "pt"})
         model = type(model).from_pretrained(tmp_path)
         save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-        changes = {"quantization_config": quantize.config_of(choice)} | published.config
-        edit_config(tmp_path, **changes)
+        edit_config(tmp_path, quantization_config=quantize.config_of(choice), **changes)
     with open_touched(tmp_path, 3) as llm:
         check_tree(runner_of(llm), model, 3)
