@@ -18,7 +18,6 @@ from offload_rt.ops import make_tree_mask, reference
 from offload_rt.ops.verification import arguments
 from offload_rt.packing import KERNEL_BLOCKS
 from offload_rt.speculate import residual
-from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 
 
@@ -264,46 +263,40 @@ def test_transfer(kernels, seed):
     assert back.count_nonzero() == there.count_nonzero() == n
 
 
-def verdicts(kernels, kernel, tree, target, noise):
-    """End node and bonus by csrc/, and by the rules' own kernels."""
-    decision = residual.ResidualRule(kernel is verify_bottom_up, "").decide(
-        tree, target, noise[:-1]
-    )
+def verified(kernels, leaf_to_root, tree, target, noise):
+    """Compare end node and bonus with those of the rule on the host; return the end."""
+    noise = torch.as_tensor(noise, dtype=torch.float64)
+    decision = residual.ResidualRule(leaf_to_root, "").decide(tree, target, noise[:-1])
     cumulative = decision.probs.double().cumsum(0)
     bonus = int(torch.searchsorted(cumulative, noise[-1] * cumulative[-1], right=True))
     candidates = residual.candidates(tree)
     arrays, there = arguments(candidates, noise, torch.device(kernels.device))
-    draft_probs = tree.sampled.draft_probs.to(kernels.device)
-    target = target.to(kernels.device)
-    verdict = kernels.verify(
-        *arrays, draft_probs, target, there, candidates.n_levels, candidates.independent,
-        kernel is verify_bottom_up,
-    )  # fmt: skip
-    return verdict.tolist(), [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
+    probs = tree.sampled.draft_probs.to(kernels.device), target.to(kernels.device)
+    settings = candidates.n_levels, candidates.independent, leaf_to_root
+    verdict = kernels.verify(*arrays, *probs, there, *settings)
+    assert verdict.tolist() == [decision.end, min(bonus, int(decision.probs.nonzero()[-1]))]
+    return decision.end
 
 
-both_ways = pytest.mark.parametrize(
-    "kernel", [verify_top_down, verify_bottom_up], ids=["top_down", "bottom_up"]
-)
+both_ways = pytest.mark.parametrize("leaf_to_root", [False, True])
 
 
 @both_ways
-def test_verify(kernels, kernel):
+def test_verify(kernels, leaf_to_root):
     kinds = set()
     for seed in range(60):
         vocabulary = (12, 37, 1000, 3001)[seed // 4 % 4]
         tree, target, _ = drafted.random_case(seed, torch.float32, vocabulary)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=generator)
-        mine, plain = verdicts(kernels, kernel, tree, target, noise)
-        assert mine == plain, f"seed {seed}"
-        kinds.add((plain[0] > 0, bool(tree.topology.children[plain[0]])))
+        end = verified(kernels, leaf_to_root, tree, target, noise)
+        kinds.add((end > 0, bool(tree.topology.children[end])))
     assert len(kinds) == 4, "accepted or not, at a leaf or not"
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 @both_ways
-def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
+def test_verify_with_almost_no_residual(kernels, leaf_to_root, is_sampled):
     """The residual of the draft or of the target is below float32 resolution."""
     probs, target = torch.zeros(2, 1, 3001)
     if is_sampled:
@@ -314,12 +307,11 @@ def test_verify_with_almost_no_residual(kernels, kernel, is_sampled):
         target[0, [0, 512]] = torch.tensor([1 - 2**-24, 3e-8])
     sampled = SampledNodes(np.array([False, is_sampled, is_sampled]), probs, np.array([0, -1, -1]))
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([7, 0, 512]), sampled)
-    ends = set()
-    for second in (0.3, 0.45, 0.55, 0.9):
-        noise = torch.tensor([0, 1 - 2**-53, second, 0.4], dtype=torch.float64)
-        mine, plain = verdicts(kernels, kernel, tree, target.repeat(3, 1), noise)
-        assert mine == plain
-        ends.add(plain[0])
+    target = target.repeat(3, 1)
+    ends = {
+        verified(kernels, leaf_to_root, tree, target, [0, 1 - 2**-53, second, 0.4])
+        for second in (0.3, 0.45, 0.55, 0.9)
+    }
     assert ends == ({0, 2} if is_sampled else {2})
 
 
@@ -331,25 +323,25 @@ def spread(likely, vocabulary=3001):
     return probs
 
 
-# Kernel, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node,
+# Direction, tree, tokens, deterministic nodes, the target's and the draft's likely tokens by node,
 # noise, the last node accepted.
 IN_PARTS = {
     # A node is left while its residual is still read, and the first pass of the next follows
     # without another before it.
     "top_down": (
-        verify_top_down, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
+        False, [-1, 0, 0, 2], [0, 10, 2000, 500], [0],
         {0: {2000: 0.9, 10: 1e-6}, 2: {2000: 1e-9, 500: 1e-3}},
         {0: {10: 0.9, 2000: 0.05}, 2: {500: 0.9}},
         [0, 0.5, 0.5, 0.5, 0.4], 2,
     ),
     "bottom_up": (
-        verify_bottom_up, [-1, 0, 0, 1, 1, 2], [0, 7, 8, 10, 2000, 500], [0, 1, 2],
+        True, [-1, 0, 0, 1, 1, 2], [0, 7, 8, 10, 2000, 500], [0, 1, 2],
         {0: {7: 0.3, 8: 0.6}, 1: {10: 1e-4, 2000: 0.68}, 2: {500: 1e-3, 2000: 0.9}},
         {1: {10: 0.5, 2000: 0.2}, 2: {500: 0.5}}, [0, 0.9, 0.1, 0.5, 0.5, 0.5, 0.4], 2,
     ),
     # Two sampled children are rejected, and the token of a deterministic one loses nothing.
     "hybrid": (
-        verify_top_down, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
+        False, [-1, 0, 0, 0], [0, 10, 2000, 500], [0, 3],
         {0: {10: 1e-6, 2000: 1e-6, 500: 0.5}}, {0: {10: 0.4, 2000: 0.3, 500: 0.2}},
         [0, 0.5, 0.5, 0.5, 0.4], 3,
     ),
@@ -358,7 +350,7 @@ IN_PARTS = {
 
 @pytest.mark.parametrize("case", IN_PARTS.values(), ids=IN_PARTS)
 def test_verify_with_blocks_in_any_order(kernels, case):
-    kernel, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
+    leaf_to_root, parents, tokens, deterministic, likely, drafted_likely, noise, end = case
     nodes = range(len(parents))
     target, draft = (
         torch.stack([spread(known.get(node, {})) for node in nodes])
@@ -367,25 +359,17 @@ def test_verify_with_blocks_in_any_order(kernels, case):
     sampled = SampledNodes(~np.isin(nodes, deterministic), draft, np.array(nodes))
     tree = DraftTree(Topology(np.array(parents)), torch.tensor(tokens), sampled)
     for _ in range(8):  # which block is ahead changes
-        mine, plain = verdicts(
-            kernels, kernel, tree, target, torch.tensor(noise, dtype=torch.float64)
-        )
-        assert mine == plain and plain[0] == end
+        assert verified(kernels, leaf_to_root, tree, target, noise) == end
 
 
 @both_ways
-def test_verify_rejects_the_second_of_two_equal_siblings(kernels, kernel):
+def test_verify_rejects_the_second_of_two_equal_siblings(kernels, leaf_to_root):
     target = torch.full((3, 2000), 0.5 / 1999)
     target[:, 7] = 0.5
     nothing = SampledNodes(np.zeros(3, dtype=bool), target[:0], np.full(3, -1))
     tree = DraftTree(Topology(np.array([-1, 0, 0])), torch.tensor([1, 7, 7]), nothing)
-    ends = []
-    for first in (0.6, 0.4):
-        noise = torch.tensor([0, first, 0.1, 0.3], dtype=torch.float64)
-        mine, plain = verdicts(kernels, kernel, tree, target, noise)
-        assert mine == plain
-        ends.append(plain[0])
-    assert ends == [0, 1]
+    for first, end in ((0.6, 0), (0.4, 1)):
+        assert verified(kernels, leaf_to_root, tree, target, [0, first, 0.1, 0.3]) == end
 
 
 def test_bonus_at_the_ends_of_the_distribution(kernels):
