@@ -7,6 +7,7 @@ the forward passes for inference.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ BLOCK_SIZE = 10
 # Token at positions to predict. Prompts contain it only at their start.
 MASK_TOKEN = 0
 # Training passes of EAGLE-3 on its own outputs, besides the pass on the target's hidden states.
-N_OWN_STEPS = 4
-# Share of the positions in the loss of an EAGLE-3 pass: logits take most of the time.
-_LOSS_SHARE = 4
+N_OWN_STEPS = 3
+# Every how many positions count in the loss of EAGLE-3: logits take half of the time.
+_LOSS_SHARE = 2
 # Later positions of a block are reached more rarely: decay of their weight, from DFlash.
 _DECAY = 7.0
 
@@ -76,8 +77,7 @@ def taught(target: LlamaForCausalLM, tokens: Tensor, taps: tuple[int, ...]) -> T
 
 
 def divergence(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean KL divergence, in nats, of distributions (n, vocabulary)."""
-    wanted = wanted.log_softmax(-1)
+    """Return the weighted mean KL divergence, in nats, from log-probabilities (n, vocabulary)."""
     each = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
     return (each * weights).sum() / weights.sum()
 
@@ -223,7 +223,8 @@ class DFlash(nn.Module):
         final = text.final[row, at].flatten(0, 2)
         is_predicted = (ahead >= 0).flatten() & text.is_taught[row, at].flatten()
         logits, wanted = (F.linear(part[is_predicted], embedding) for part in (hidden, final))
-        return divergence(logits, wanted, torch.exp(-ahead.flatten()[is_predicted] / _DECAY))
+        weights = torch.exp(-ahead.flatten()[is_predicted] / _DECAY)
+        return divergence(logits, wanted.log_softmax(-1), weights)
 
     def config(self, target: LlamaForCausalLM) -> dict[str, Any]:
         """Return config.json in the layout of speculators."""
@@ -289,18 +290,19 @@ class Eagle3(nn.Module):
             hidden = hidden.roll(1, 1)
 
     def loss(self, target: LlamaForCausalLM, text: Taught) -> Tensor:
-        """Return the mean divergence over the passes."""
-        embedding = target.get_input_embeddings().weight
+        """Return the mean divergence over the passes, at the same positions in each."""
+        rows, places = text.is_taught[:, 1 + N_OWN_STEPS :].nonzero(as_tuple=True)
+        chosen = torch.randperm(len(rows), device=rows.device)[: len(rows) // _LOSS_SHARE]
+        rows, places = rows[chosen], places[chosen] + N_OWN_STEPS
         output = self._predicted(target.get_output_embeddings().weight)
-        losses = []
-        passes = self(text.taps[:, :-1], F.embedding(text.tokens[:, 1:], embedding))
-        for step, hidden in zip(range(1 + N_OWN_STEPS), passes, strict=False):
-            rows, places = text.is_taught[:, 1 + step :].nonzero(as_tuple=True)
-            chosen = torch.randperm(len(rows), device=rows.device)[: len(rows) // _LOSS_SHARE]
-            rows, places = rows[chosen], places[chosen] + step
-            logits = self.lm_head(self.norm(hidden[rows, places]))
-            wanted = F.linear(text.final[rows, 1 + places], output)
-            losses.append(divergence(logits, wanted, torch.ones(len(logits), device=hidden.device)))
+        wanted = F.linear(text.final[rows, 1 + places], output).log_softmax(-1)
+        weights = torch.ones(len(rows), device=rows.device)
+        embedded = F.embedding(text.tokens[:, 1:], target.get_input_embeddings().weight)
+        passes = islice(self(text.taps[:, :-1], embedded), 1 + N_OWN_STEPS)
+        losses = [
+            divergence(self.lm_head(self.norm(hidden[rows, places])), wanted, weights)
+            for hidden in passes
+        ]
         return torch.stack(losses).mean()
 
     def config(self, target: LlamaForCausalLM) -> dict[str, Any]:
