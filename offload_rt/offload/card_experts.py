@@ -98,15 +98,13 @@ class CardExperts(ExpertCache):
         self._count_finished()
 
     def _count_finished(self) -> None:
-        while (
-            self._timings
-            and (seconds := self._device.seconds_between(*self._timings[0][:2])) is not None
-        ):
+        meter, between = self._link.meter, self._device.seconds_between
+        while self._timings and (seconds := between(*self._timings[0][:2])) is not None:
             nbytes = self._timings.popleft()[2]
             if nbytes:
-                self._link.meter.add(nbytes, seconds)
+                meter.add(nbytes, seconds)
             else:
-                self._link.meter.waited_s += max(seconds, 0.0)
+                meter.waited_s += max(seconds, 0.0)
 
     def _drain(self) -> None:
         self._last_use = [self._device.record_compute()] * len(self._slots)
@@ -133,15 +131,12 @@ class PinnedExperts(ThreadExperts):
 
     def close(self) -> None:
         super().close()
-        for slot in self._pinned:
-            unpin(slot)
+        unpin(*self._pinned)
         self._pinned.clear()
 
     def _reads(self, block: int, slot: int) -> list[Read]:
-        return [
-            partial(self._read_behind, self._copied[slot], read)
-            for read in super()._reads(block, slot)
-        ]
+        reads = super()._reads(block, slot)
+        return [partial(self._read_behind, self._copied[slot], read) for read in reads]
 
     def _read_behind(self, copied: Event, read: Read) -> int:
         self._device.wait(copied)
@@ -202,10 +197,8 @@ class TieredExperts(CardExperts):
     def _request(
         self, first: int, n_rows: Mapping[int, int], work: HostWork | None = None
     ) -> list[int]:
-        self._host._request(
-            first,
-            {expert: n for expert, n in n_rows.items() if first + expert not in self._slot_of},
-        )
+        missing = {k: n for k, n in n_rows.items() if first + k not in self._slot_of}
+        self._host._request(first, missing)
         return super()._request(first, n_rows, work)
 
     def _on_host(self) -> Iterable[int]:
@@ -229,16 +222,14 @@ class TieredExperts(CardExperts):
         self._needed.clear()
         host = self._host
         with host._changed:
-            while (block := host._first_present(host._wanted)) is not None and (
-                slot := self._room()
-            ) is not None:
+            while (block := host._first_present(host._wanted)) is not None:
+                slot = self._room()
+                if slot is None:
+                    break
                 self._start_fetch(block, slot, True)
             if not host._wanted:
-                self._ahead = deque(
-                    i
-                    for i in self._ahead
-                    if i in self._slot_of or host._first_present([i]) is not None
-                )
+                there = self._slot_of.keys() | (host._slot_of.keys() - host._coming.keys())
+                self._ahead = deque(block for block in self._ahead if block in there)
                 super()._fill()
 
     def _source(self, block: int) -> Tensor:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,8 @@ _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _N_ROWS = 4096
 
 
-class _Block(NamedTuple):
-    """Stored block, and the tensors that the model reads from it, named behind `prefix`."""
-
-    stored: BlockRecord
-    prefix: str
-    tensors: Sequence[TensorShape]
+# Stored block, prefix of its tensors' names, and the tensors that the model reads from it.
+_Block = tuple[BlockRecord, str, Sequence[TensorShape]]
 
 
 def write_dense(
@@ -47,10 +43,9 @@ def write_dense(
     CapacityError if the disk is too full, LinkError if reading fails, OSError if writing fails.
     """
     if checkpoint.format.name == "mxfp4":
-        raise UnsupportedModelError(
-            "--dequantize writes no model with all experts in one tensor",
-            change="use Mxfp4Config(dequantize=True) of transformers",
-        )
+        problem = "--dequantize writes no model with all experts in one tensor"
+        change = "use Mxfp4Config(dequantize=True) of transformers"
+        raise UnsupportedModelError(problem, change=change)
     if directory.exists() and any(directory.iterdir()):
         raise SettingsError(f"{directory} has contents", change="name a new directory")
     partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
@@ -87,21 +82,20 @@ def _write_weights(
 
 
 def _blocks(checkpoint: Checkpoint) -> list[_Block]:
-    """Return the layers, the tensors outside the layers, and a vision tower."""
     spec = checkpoint.spec
     layers = [
-        _Block(layer, spec.layer_prefix(i), spec.layer_tensors(i))
+        (layer, spec.layer_prefix(i), spec.layer_tensors(i))
         for i, layer in enumerate(checkpoint.layers)
     ]
     images = checkpoint.image_blocks()
     parts = spec.images.parts if images and spec.images is not None else []
-    tower = [_Block(block, "", part) for block, part in zip(images, parts, strict=True)]
-    return [*layers, _Block(checkpoint.non_layer, "", spec.non_layer_tensors()), *tower]
+    tower = [(block, "", part) for block, part in zip(images, parts, strict=True)]
+    return [*layers, (checkpoint.non_layer, "", spec.non_layer_tensors()), *tower]
 
 
 def _values(checkpoint: Checkpoint, blocks: Sequence[_Block], dtype: DType) -> Iterator[Tensor]:
     """Yield the values of all tensors in `dtype`, in order; of large matrices some rows each."""
-    with closing(DiskTier([block.stored for block in blocks], packed=True)) as files:
+    with closing(DiskTier([stored for stored, _, _ in blocks], packed=True)) as files:
         for i, (_, _, tensors) in enumerate(blocks):
             layout = files.layout(i)
             content = host_block(layout.nbytes)
@@ -140,10 +134,7 @@ def _write_gguf_companions(path: Path, config: dict[str, Any], directory: Path) 
     tokenizer = load_tokenizer(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
-        special |= {
-            "bos_token_id": tokenizer.bos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
+        special |= {key: getattr(tokenizer, key) for key in ("bos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", special)
     return special | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
 

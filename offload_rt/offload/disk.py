@@ -1,9 +1,10 @@
 """Layers read directly from safetensors shards, bypassing the page cache if possible."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -25,14 +26,8 @@ class ReadSettings:
     n_parallel: int = 4
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Bytes [start, stop) of a file, with the contained tensors."""
-
-    path: Path
-    start: int
-    stop: int
-    records: tuple[TensorRecord, ...]
+# Tensors of a file with small gaps, in the order of the file.
+_Run = list[TensorRecord]
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,9 @@ class DiskTier(Tier):
         self.settings = settings or ReadSettings()
         self.blocks = layers
         self._blocks = [_plan(block, self.settings.request_nbytes, packed) for block in layers]
-        self._files = DirectFiles(itertools.chain.from_iterable(layers), mirrors)
-        paths = {record.path for record in itertools.chain.from_iterable(layers)}
-        n_folders = len({path.resolve().parent for path in paths})
+        records = [record for block in layers for record in block]
+        self._files = DirectFiles(records, mirrors)
+        n_folders = len({path.resolve().parent for path in {record.path for record in records}})
         self.n_parallel = self.settings.n_parallel * self._files.n_used * n_folders
 
     def layout(self, i: int) -> Layout:
@@ -106,9 +101,8 @@ class DiskTier(Tier):
         at = part.offset - lead
         if part.phased and (into.data_ptr() + at) % PAGE == 0:
             # Boundary pages may contain further tensors of this block: they get equal content.
-            self._files.fill(
-                part.path, part.start - lead, into[at : at + align_up(need, PAGE)], need
-            )
+            pages = into[at : at + align_up(need, PAGE)]
+            self._files.fill(part.path, part.start - lead, pages, need)
         else:
             piece = part.nbytes // part.n_pieces
             content = self._files.bounced(part.path, part.start, part.span)
@@ -130,33 +124,28 @@ def _plan(
     phased = not packed and not any(entry.offset % entry.dtype.itemsize for entry in layout.entries)
     if not phased:
         layout = block.layout
-        runs = [_Run(record.path, record.start, record.stop, (record,)) for record in records]
+        runs = [[record] for record in records]
     by_folder: dict[Path, list[_Part]] = {}
     for run in runs:
-        parts = _parts(run, layout.by_name[run.records[0].key].offset, request_nbytes, phased)
-        by_folder.setdefault(run.path.resolve().parent, []).extend(parts)
+        parts = _parts(run, layout.by_name[run[0].key].offset, request_nbytes, phased)
+        by_folder.setdefault(run[0].path.resolve().parent, []).extend(parts)
     return layout, _alternating(list(by_folder.values()))
 
 
 def _alternating(folders: Sequence[Sequence[_Part]]) -> tuple[_Part, ...]:
     """Order requests so that all folders, which may be on different disks, end at once."""
-    places = [
-        ((i + 0.5) / len(parts), folder, i)
-        for folder, parts in enumerate(folders)
-        for i in range(len(parts))
-    ]
-    return tuple(folders[folder][i] for _, folder, i in sorted(places))
+    places = [((i + 0.5) / len(parts), part) for parts in folders for i, part in enumerate(parts)]
+    return tuple(part for _, part in sorted(places, key=itemgetter(0)))
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
-    """Group tensors into file ranges; merge close ranges."""
     runs: list[_Run] = []
     for record in sorted(records, key=lambda record: (record.path, record.start)):
-        last = runs[-1] if runs else None
+        last = runs[-1][-1] if runs else None
         if last and last.path == record.path and record.start - last.stop <= _JOIN:
-            runs[-1] = _Run(last.path, last.start, record.stop, (*last.records, record))
+            runs[-1].append(record)
         else:
-            runs.append(_Run(record.path, record.start, record.stop, (record,)))
+            runs.append([record])
     return runs
 
 
@@ -165,37 +154,31 @@ def _phased_entries(runs: Sequence[_Run]) -> tuple[dict[str, TensorEntry], int]:
     entries = dict[str, TensorEntry]()
     end = 0
     for run in runs:
-        base = align_up(end, PAGE) + run.start % PAGE
-        for record in run.records:
-            offset = base + record.start - run.start
+        base = align_up(end, PAGE) + run[0].start % PAGE - run[0].start
+        for record in run:
+            offset = base + record.start
             entry = TensorEntry(record.key, offset, record.shape, record.stored_dtype())
             entries[record.key] = entry
-        end = base + run.stop - run.start
+        end = base + run[-1].stop
     # Direct reads write the last page completely.
     return entries, align_up(end, PAGE)
 
 
 def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
     """Cut a run at multiples of the request size in the file, or between pieces."""
-    record = run.records[0]
-    if record.n_pieces > 1:
-        piece = record.stop - record.start
-        is_dense = record.stride - piece <= _JOIN
-        n = max(request_nbytes // record.stride, 1) if is_dense else 1
-        return [
-            _Part(
-                path=run.path,
-                start=run.start + first * record.stride,
-                nbytes=min(n, record.n_pieces - first) * piece,
-                offset=offset + first * piece,
-                phased=False,
-                n_pieces=min(n, record.n_pieces - first),
-                stride=record.stride,
-            )
-            for first in range(0, record.n_pieces, n)
-        ]
-    between = range(align_up(run.start + 1, request_nbytes), run.stop, request_nbytes)
+    path, start, stop = run[0].path, run[0].start, run[-1].stop
+    if run[0].n_pieces > 1:
+        piece = stop - start
+        stride = run[0].stride
+        most = max(request_nbytes // stride, 1) if stride - piece <= _JOIN else 1
+        parts = []
+        for i in range(0, run[0].n_pieces, most):
+            n = min(most, run[0].n_pieces - i)
+            at = offset + i * piece
+            parts.append(_Part(path, start + i * stride, n * piece, at, False, n, stride))
+        return parts
+    between = range(align_up(start + 1, request_nbytes), stop, request_nbytes)
     return [
-        _Part(run.path, a, b - a, offset + a - run.start, phased)
-        for a, b in itertools.pairwise((run.start, *between, run.stop))
+        _Part(path, a, b - a, offset + a - start, phased)
+        for a, b in pairwise((start, *between, stop))
     ]

@@ -78,32 +78,32 @@ class ExpertCache(ABC):
 
     def _following(self, streamer: Streamer, k: int) -> LayerWeights | None:
         """See `LayerExperts.following`, for the k-th expert layer."""
-        for i in self.mixture.layers[k + 1 : k + 2]:
-            block = streamer.resident(i)
-            if block is not None and i not in self._routers:
-                self._routers[i] = self._view(block.layout, block.data)
-                self.attach(streamer, i, self._routers[i])
-            return self._routers.get(i)
-        return None
+        if k + 1 == len(self.mixture.layers):
+            return None
+        i = self.mixture.layers[k + 1]
+        block = streamer.resident(i)
+        if block is not None and i not in self._routers:
+            self._routers[i] = self._view(block.layout, block.data)
+            self.attach(streamer, i, self._routers[i])
+        return self._routers.get(i)
 
     def arrive(
         self, k: int, n_rows: Mapping[int, int], work: HostWork | None = None
     ) -> Iterator[tuple[int, LayerWeights | Tensor]]:
         """See `LayerExperts.arrive`, for the k-th expert layer. Raises LinkError."""
         first = k * self.mixture.n_experts
+        host = self.host
         try:
             host_blocks = self._request(first, n_rows, work)
-            begun = None
-            if self.host and work and host_blocks:
-                begun = self.host.begin(first, host_blocks, work)
+            begun = host.begin(first, host_blocks, work) if host and work and host_blocks else None
             while self._wanted:
                 block = self._await()
                 slot = self._slot_of[block]
                 yield block - first, self._view(self.tier.layout(block), self._slots[slot])
                 self.release(block)
-            if self.host and begun:
+            if host and begun:
                 numbers = (block - first for block in host_blocks)
-                yield from zip(numbers, self.host.finish(begun), strict=True)
+                yield from zip(numbers, host.finish(begun), strict=True)
         finally:
             if self._wanted:
                 self._abandon()
@@ -179,12 +179,9 @@ class ExpertCache(ABC):
             host_blocks = []
             if self.host is not None and work is not None:
                 host_blocks = self._select_for_host(self.host, first, n_rows, work)
-            self._needed = deque(
-                block for block in sorted(self._wanted) if block not in self._slot_of
-            )
-            self._taken[[self._slot_of[block] for block in self._wanted & self._slot_of.keys()]] = (
-                True
-            )
+            cached = self._wanted & self._slot_of.keys()
+            self._needed = deque(sorted(self._wanted - cached))
+            self._taken[[self._slot_of[block] for block in cached]] = True
             self._fill()
             return host_blocks
 
@@ -218,7 +215,6 @@ class ExpertCache(ABC):
         return range(first, first + self.mixture.n_experts)
 
     def _least_use(self) -> float:
-        """Return the usage of the block evicted next."""
         return float(np.where(self._held < 0, 0.0, self._use[self._held]).min())
 
     def _fill(self) -> None:

@@ -1,6 +1,7 @@
 """Compute experts on the host, in place, while further experts are copied to the device."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle, islice
@@ -104,11 +105,11 @@ class HostExperts:
     ) -> list[Tensor]:
         """Compute blocks of a layer; release each, also after an error."""
         outputs = []
-        waiting = list(blocks)
+        waiting = deque(blocks)
         try:
-            for x, block in zip(rows, blocks, strict=True):
-                outputs.append(self._compute(work, first, block, x))
-                self.release(waiting.pop(0))
+            for x in rows:
+                outputs.append(self._compute(work, first, waiting[0], x))
+                self.release(waiting.popleft())
         finally:
             for block in waiting:
                 self.release(block)
@@ -134,7 +135,6 @@ class HostExperts:
             return median(times) + n_rows * on_link * self.copy_s
 
         # Discard the first timing, which includes kernel compilation.
-        _, *by_width = self._thread.submit(
-            lambda: [seconds(n) for n in (_WIDTHS[0], *_WIDTHS)]
-        ).result()
-        self.times = ComputeTimes(_WIDTHS, (0,), (tuple(np.maximum.accumulate(by_width).tolist()),))
+        timed = self._thread.submit(lambda: [seconds(n) for n in (_WIDTHS[0], *_WIDTHS)])
+        by_width = np.maximum.accumulate(timed.result()[1:])
+        self.times = ComputeTimes(_WIDTHS, (0,), (tuple(by_width.tolist()),))

@@ -14,7 +14,7 @@ from offload_rt.offload.tier import Read, Tier
 from offload_rt.system.numa import cpus_near, staying_near
 from offload_rt.weights.layout import Layout, PackedLayer, host_block
 
-_SUCCESS = 0
+_PART = 16 << 20  # bytes per read, large enough to hide the overhead
 
 
 def pin(block: Tensor) -> bool:
@@ -22,7 +22,7 @@ def pin(block: Tensor) -> bool:
     if not torch.cuda.is_available():
         return False
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types there
-    if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == _SUCCESS:
+    if int(driver.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
         return True
     # Clear the driver's last error, which torch would raise at its next launch.
     with suppress(RuntimeError):
@@ -43,12 +43,10 @@ def pinned_block(nbytes: int, device: torch.device) -> Iterator[Tensor]:
             unpin(block)
 
 
-def unpin(block: Tensor) -> None:
-    """Unregister a block before its memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
-
-
-_PART = 16 << 20  # bytes per read, large enough to hide the overhead
+def unpin(*blocks: Tensor) -> None:
+    """Unregister blocks before their memory is freed."""
+    for block in blocks:
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class MemoryTier(Tier):
@@ -83,11 +81,9 @@ class MemoryTier(Tier):
 
     def drop(self, i: int) -> None:
         """Remove a layer; free its block unless shared."""
-        block = self._images.pop(i).block
-        address = block.data_ptr()
-        if address in self._pinned and all(
-            other_image.block.data_ptr() != address for other_image in self._images.values()
-        ):
+        address = self._images.pop(i).block.data_ptr()
+        kept = {image.block.data_ptr() for image in self._images.values()}
+        if address in self._pinned.keys() - kept:
             unpin(self._pinned.pop(address).block)
 
     def image(self, i: int) -> PackedLayer:
@@ -104,8 +100,7 @@ class MemoryTier(Tier):
 
     def close(self) -> None:
         """Unpin and free the blocks."""
-        for image in self._pinned.values():
-            unpin(image.block)
+        unpin(*(image.block for image in self._pinned.values()))
         self._pinned.clear()
         self._images.clear()
 

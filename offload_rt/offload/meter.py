@@ -19,7 +19,7 @@ class LinkMeter:
         self._busy_s = 0.0
         self._nbytes = 0
         self.waited_s = 0.0
-        self.before_read: list[Callable[[], None]] = []
+        self.before_read: set[Callable[[], None]] = set()
 
     def begin(self) -> None:
         """Record the start of a transfer."""
@@ -44,7 +44,7 @@ class LinkMeter:
 
     def read(self) -> tuple[int, float]:
         """Return total bytes and busy seconds."""
-        for count in self.before_read:
+        for count in [*self.before_read]:
             count()
         with self._lock:
             under_way = time.perf_counter() - self._since if self._n_under_way else 0.0

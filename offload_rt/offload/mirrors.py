@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from offload_rt.weights.layout import PAGE, BlockRecord, align_up, host_block
 
 # Evenly spaced pages of each file that the comparison of two copies reads.
 _N_PAGES = 64
-_PAGE_NBYTES = 4096
 # A rate is the average over about this many bytes.
 _WINDOW_NBYTES = 64 << 20
 
@@ -39,25 +39,21 @@ class Mirrors:
 
     def open(self, folder: Path, names: Sequence[Path]) -> "Disk":
         """Open the copies of files in a directory; raises CheckpointError if they differ."""
-        paths = {
-            name: folder
-            / (name.relative_to(self.root) if name.is_relative_to(self.root) else name.name)
-            for name in names
-        }
+        paths = dict[Path, Path]()
+        for name in names:
+            is_below = name.is_relative_to(self.root)
+            paths[name] = folder / (name.relative_to(self.root) if is_below else name.name)
         try:
             stamps = {name: stamp_of(path.stat()) for name, path in paths.items()}
             differing = next((name for name in names if not _is_equal(name, paths[name])), None)
         except OSError as error:
-            raise CheckpointError(
-                f"--mirror {folder}: {error.filename}: {error.strerror}",
-                change="copy the whole checkpoint with its sidecar, or omit --mirror",
-            ) from error
+            problem = f"--mirror {folder}: {error.filename}: {error.strerror}"
+            change = "copy the whole checkpoint with its sidecar, or omit --mirror"
+            raise CheckpointError(problem, change=change) from error
         if differing is not None:
-            raise CheckpointError(
-                f"--mirror: {paths[differing]} differs from {differing}",
-                need="an identical copy",
-                change="copy the file again, or omit --mirror",
-            )
+            problem = f"--mirror: {paths[differing]} differs from {differing}"
+            change = "copy the file again, or omit --mirror"
+            raise CheckpointError(problem, need="an identical copy", change=change)
         return Disk(paths, stamps)
 
 
@@ -159,12 +155,13 @@ class DirectFiles:
     def bounced(self, path: Path, start: int, nbytes: int) -> Tensor:
         """Read (nbytes,) uint8 from any offset into a thread-local buffer; raises LinkError."""
         lead = start % PAGE
-        nbytes += lead
-        if getattr(self._bounce, "block", None) is None or len(self._bounce.block) < nbytes:
-            self._bounce.block = host_block(align_up(nbytes, PAGE))
-        block: Tensor = self._bounce.block[: align_up(nbytes, PAGE)]
-        self.fill(path, start - lead, block, nbytes)
-        return block[lead:nbytes]
+        need = lead + nbytes
+        size = align_up(need, PAGE)
+        if len(getattr(self._bounce, "block", ())) < size:
+            self._bounce.block = host_block(size)
+        block: Tensor = self._bounce.block[:size]
+        self.fill(path, start - lead, block, need)
+        return block[lead:need]
 
     def fill(self, path: Path, start: int, into: Tensor, need: int) -> None:
         """Read at least `need` bytes from page-aligned `start` into aligned memory; LinkError."""
@@ -197,9 +194,8 @@ class DirectFiles:
                 raise error
             self._used.remove(disk)
             rest = ", ".join(map(str, self._used))
-        print(
-            f"{disk} is no longer read: {error}; reading from {rest}", file=sys.stderr, flush=True
-        )
+        notice = f"{disk} is no longer read: {error}; reading from {rest}"
+        print(notice, file=sys.stderr, flush=True)
 
 
 def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
@@ -214,9 +210,8 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
             raise LinkError(problem, change="check the disk and the file") from error
         if got == 0:
             problem = f"{name} ends at byte {start + n}"
-            raise LinkError(
-                problem, need=f"{start + need} bytes", change="it changed while in use: run again"
-            )
+            change = "it changed while in use: run again"
+            raise LinkError(problem, need=f"{start + need} bytes", change=change)
         n += got
 
 
@@ -225,21 +220,16 @@ def _is_equal(first: Path, second: Path) -> bool:
     size = first.stat().st_size
     if second.stat().st_size != size:
         return False
-    last = max(size - _PAGE_NBYTES, 0)
+    last = max(size - PAGE, 0)
     with first.open("rb") as a, second.open("rb") as b:
-        for i in range(_N_PAGES):
-            for file in (a, b):
-                file.seek(last * i // (_N_PAGES - 1))
-            if a.read(_PAGE_NBYTES) != b.read(_PAGE_NBYTES):
-                return False
-    return True
+        starts = [last * i // (_N_PAGES - 1) for i in range(_N_PAGES)]
+        pages = ([os.pread(file.fileno(), PAGE, start) for file in (a, b)] for start in starts)
+        return all(mine == theirs for mine, theirs in pages)
 
 
 def _open(path: Path) -> int:
-    try:
+    with suppress(OSError):  # no direct I/O on this file system, e.g. tmpfs
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        pass  # no direct I/O on this file system, e.g. tmpfs
     try:
         return os.open(path, os.O_RDONLY)
     except OSError as error:

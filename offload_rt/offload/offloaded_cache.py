@@ -69,28 +69,24 @@ class HostCache(KVCache):
         return len(self._pending) - (self._buffer.capacity - self._n_resident)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See `KVCache.begin`. Offloads committed rows or stages pending rows in a full buffer."""
         super().begin(tokens)
         self._staged = None
         n = len(tokens)
+        keys = self._buffer.keys
         if self.n_committed - self._shift + n > self._buffer.capacity:
             self._offload_committed()
         if self.n_committed - self._shift + n > self._buffer.capacity:
-            _, n_heads, _, head_dim = self._buffer.keys.shape
-            self._staged = KVBuffer(
-                *(self._buffer.keys.new_empty(1, n_heads, n, head_dim) for _ in range(2))
-            )
+            shape = (1, keys.shape[1], n, keys.shape[3])
+            self._staged = KVBuffer(keys.new_empty(shape), keys.new_empty(shape))
 
     def offloaded(self, layer: int) -> Iterator[RowRange]:
-        """See `KVCache.offloaded`. Limited to blocks within the attention window."""
         return (rows for _, rows in self._visible_offloaded(layer))
 
     def _visible_offloaded(self, layer: int) -> Iterator[tuple[int, RowRange]]:
-        """Yield visible offloaded ranges and the number of their first row."""
+        """Yield offloaded ranges in the attention window and the number of their first row."""
         n_unseen = max(self._first_seen(self._windows[layer]) - self._n_resident, 0)
-        return self._ranges(
-            layer, self._n_resident + n_unseen // PAGE_ROWS * PAGE_ROWS, self._n_offloaded
-        )
+        first = self._n_resident + n_unseen // PAGE_ROWS * PAGE_ROWS
+        return self._ranges(layer, first, self._n_offloaded)
 
     def _ranges(self, layer: int, first: int, stop: int) -> Iterator[tuple[int, RowRange]]:
         """Yield the ranges of offloaded rows [first, stop) and the number of their first row."""
@@ -105,35 +101,29 @@ class HostCache(KVCache):
         layer = asked.layer
         scale = asked.scale
         assert asked.k is not None and asked.v is not None, "the plan is for native models"
-        if self._staged is None:
-            keys = self._buffer.keys[layer]
-            values = self._buffer.values[layer]
-            shift = self._shift
-        else:
-            keys = self._staged.keys[0]
-            values = self._staged.values[0]
-            shift = self.n_committed
+        shift = self._shift if self._staged is None else self.n_committed
+        buffer = self._buffer if self._staged is None else self._staged
+        at = layer if self._staged is None else 0
+        keys, values = buffer.keys[at], buffer.values[at]
         first = self.n_committed + start - shift
         rows = slice(first, first + len(asked.q))
         q = ops.rotate_and_store(asked.q, asked.k, asked.v, asked.rotary, keys, values, rows)
+        recent = keys[:, : mask.n_keys - shift], values[:, : mask.n_keys - shift]
         if shift == 0:
-            out = ops.tree_attention(
-                q, keys[:, : mask.n_keys], values[:, : mask.n_keys], mask, scale
-            )
+            out = ops.tree_attention(q, *recent, mask, scale)
         else:
-            out = _attend(q, self._parts(layer, (keys, values, shift), mask), mask, scale)
+            out = _attend(q, self._parts(layer, recent, mask), mask, scale)
         if self._staged is not None and start + len(q) == len(self._pending):
             self._settle(layer, self._staged)
         return out
 
     def _parts(
-        self, layer: int, recent: tuple[Tensor, Tensor, int], mask: ops.TreeMask
+        self, layer: int, recent: tuple[Tensor, Tensor], mask: ops.TreeMask
     ) -> Iterator[tuple[Tensor, Tensor, int]]:
         """Yield keys, values and the number of the first row of all visible parts."""
-        keys, values, shift = recent
-        first = self.n_committed if self._staged is not None else self._n_offloaded
-        at = slice(first - shift, mask.n_keys - shift)
-        yield keys[:, at], values[:, at], first
+        n_skipped = self._n_resident if self._staged is None else 0
+        first = self._n_offloaded if self._staged is None else self.n_committed
+        yield recent[0][:, n_skipped:], recent[1][:, n_skipped:], first
         n_near = min(self._n_resident, self.n_committed)
         if n_near > self._first_seen(mask.window):
             yield self._buffer.keys[layer, :, :n_near], self._buffer.values[layer, :, :n_near], 0
@@ -148,17 +138,14 @@ class HostCache(KVCache):
         """Copy the staged rows of a layer to resident, offloaded and recent rows."""
         n_near = max(self._n_resident - self.n_committed, 0)
         n_left = self._n_left
-        first = self.n_committed
-        for target, rows in (
-            (self._buffer.keys[layer], staged.keys[0]),
-            (self._buffer.values[layer], staged.values[0]),
-        ):
-            target[:, first : first + n_near] = rows[:, :n_near]
-            target[:, self._n_resident :] = rows[:, n_left:]
+        near = slice(self.n_committed, self.n_committed + n_near)
+        buffer = self._buffer
+        for target, rows in ((buffer.keys, staged.keys), (buffer.values, staged.values)):
+            target[layer, :, near] = rows[0, :, :n_near]
+            target[layer, :, self._n_resident :] = rows[0, :, n_left:]
         self._offload(range(layer, layer + 1), staged, slice(n_near, n_left))
 
     def _offload_committed(self) -> None:
-        """Offload all committed recent rows."""
         if self.n_committed > self._n_offloaded:
             at = slice(self._n_resident, self.n_committed - self._shift)
             self._offload(range(len(self._buffer.keys)), self._buffer, at)
@@ -167,23 +154,21 @@ class HostCache(KVCache):
     def _offload(self, layers: range, buffer: KVBuffer, at: slice) -> None:
         """Write rows of a buffer of these layers after the offloaded rows."""
         rows = self._store.format.pack(buffer.keys[:, :, at], buffer.values[:, :, at])
-        n_offloaded = self._n_offloaded
         stop = self._n_offloaded + rows.shape[1]
         self._resize(stop)
         pieces = []
         for layer, layer_rows in zip(layers, rows, strict=True):
-            for first, place in self._ranges(layer, n_offloaded, stop):
-                start = first - n_offloaded
+            for first, place in self._ranges(layer, self._n_offloaded, stop):
+                start = first - self._n_offloaded
                 pieces.append((place, layer_rows[start : start + place.stop - place.start]))
         self._store.write(pieces)
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `KVCache.commit`. Offloaded staged rows are already in place."""
         if self._staged is not None:
-            assert list(rows[: self._n_left]) == list(range(self._n_left)), (
-                "rows of a prompt are all committed"
-            )
-            self._n_offloaded = self.n_committed + self._n_left
+            n_left = self._n_left
+            assert [*rows[:n_left]] == [*range(n_left)], "rows of a prompt are all committed"
+            self._n_offloaded = self.n_committed + n_left
             self._staged = None
         super().commit(rows)
 
@@ -197,7 +182,6 @@ class HostCache(KVCache):
         ops.commit_rows(self._buffer.keys, self._buffer.values, torch.tensor(rows), start)
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
-        """See `KVCache.rewind_to`. Frees unused blocks."""
         n = super().rewind_to(tokens)
         self._n_offloaded = min(self._n_offloaded, max(n, self._n_resident))
         self._resize(self._n_offloaded)
@@ -212,11 +196,11 @@ class HostCache(KVCache):
     def extend(self, capacity: int, n_nodes: int) -> bool:
         """See `KVCache.extend`. Only the size of trees is limited, by the buffer."""
         is_wide = n_nodes <= self._buffer.capacity - self._n_resident
-        self.capacity = max(self.capacity, capacity) if is_wide else self.capacity
+        if is_wide:
+            self.capacity = max(self.capacity, capacity)
         return is_wide
 
     def close(self) -> None:
-        """See `KVCache.close`. Frees all blocks."""
         self._resize(self._n_resident)
 
     def _resize(self, stop: int) -> None:
@@ -228,7 +212,6 @@ class HostCache(KVCache):
             self._blocks.append(self._store.allocate())
 
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        """See `KVCache.rows`. Waits for offloaded rows."""
         keys = self._buffer.keys[layer]
         values = self._buffer.values[layer]
         n_offloaded = self._n_offloaded

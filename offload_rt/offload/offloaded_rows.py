@@ -4,7 +4,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
 
@@ -67,7 +67,6 @@ class OffloadedRows(ABC):
     def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
         """Write rows (n, format.nbytes) from the device to these ranges; raises LinkError."""
         self._prefetched = []
-        self._write(pieces)
 
     @contextmanager
     def prefetch(self, ranges: list[RowRange]) -> Iterator[None]:
@@ -77,8 +76,8 @@ class OffloadedRows(ABC):
             return
         if ranges != self._prefetched or self._stream is None:
             tiers = (self.tier(ranges),) * len(ranges)
-            sources = LayerSources(MemoryTier(), tiers, N_SLOTS, N_SLOTS, self._cpus)
-            sources = replace(sources, slot_nbytes=self.split.block_nbytes)
+            nbytes = self.split.block_nbytes
+            sources = LayerSources(MemoryTier(), tiers, N_SLOTS, N_SLOTS, self._cpus, {}, nbytes)
             if self._stream is None:
                 self._stream = self._link.share_link(sources, KV)
             else:
@@ -117,9 +116,6 @@ class OffloadedRows(ABC):
     def _extend(self, block: int) -> None:
         """Reserve memory for the next block."""
 
-    @abstractmethod
-    def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None: ...
-
 
 class HostRows(OffloadedRows):
     """Rows in host memory of a GPU machine, pinned at the start: pinning blocks for long."""
@@ -141,16 +137,13 @@ class HostRows(OffloadedRows):
         return tier
 
     def read(self, places: Sequence[RowRange]) -> Tensor:
-        """See `OffloadedRows.read`. Waits for writes."""
         self._card.finish_writes()
         return torch.cat([self._rows(rows) for rows in places])
 
     def close(self) -> None:
-        """See `OffloadedRows.close`. Unpins the blocks."""
         super().close()
         self._card.finish_writes()
-        for block in self._pinned:
-            unpin(block)
+        unpin(*self._pinned)
         self._pinned = []
         self._blocks = []
 
@@ -169,7 +162,8 @@ class HostRows(OffloadedRows):
         self._pinned += [new] if is_pinned else []
         self._blocks.append(new)
 
-    def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
+    def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
+        super().write(pieces)
         self._card.write([(self._rows(rows).flatten(), data.flatten()) for rows, data in pieces])
 
 
@@ -247,7 +241,8 @@ class FileRows(OffloadedRows):
         except OSError as error:
             raise self._no_room(error) from error
 
-    def _write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
+    def write(self, pieces: Sequence[tuple[RowRange, Tensor]]) -> None:
+        super().write(pieces)
         try:
             for rows, data in pieces:
                 view = memoryview(data.flatten().numpy().data)

@@ -188,34 +188,26 @@ class Plan:
         if self.experts is None:
             return None
         mixture = self.experts.mixture
-        n_layers = len(mixture.layers)
-        sizes = mixture.n_experts, mixture.n_used, self.experts.nbytes
-        n_resident = self.n_expert_slots / n_layers
-        n_on_host = self.experts.n_on_host / n_layers
-        return TouchedExperts(self.kv_tier, n_layers, *sizes, n_resident, n_on_host=n_on_host)
+        n = len(mixture.layers)
+        sizes = mixture.n_experts, mixture.n_used, self.experts.nbytes, self.n_expert_slots / n
+        return TouchedExperts(self.kv_tier, n, *sizes, n_on_host=self.experts.n_on_host / n)
 
     @property
     def pass_bytes(self) -> PassBytes:
         """Bytes per link and compute bytes of a pass, for the cost model."""
-        streamed = (
-            ("host", self.streamed_nbytes if self.budget.has_card else self.on("host")),
-            ("disk", self.on("disk")),
-        )
+        on_link = self.streamed_nbytes if self.budget.has_card else self.on("host")
+        streamed = (("host", on_link), ("disk", self.on("disk")))
         rows = None if self.split is None else self.split.streamed(self.kv_tier)
         computed = sum(self.layer_nbytes) + self.reserved.non_layer
-        ahead = self.n_slots * max(self.link.layer_nbytes)
+        ahead = self.n_slots * self.host_slot_nbytes
         touched = self.touched
         disk_experts = None
-        computed += touched.n_layers * touched.n_used * touched.nbytes if touched else 0
-        if (
-            touched
-            and self.experts
-            and touched.tier == "host"
-            and self.experts.n_on_host < self.experts.n_blocks
-        ):
-            # Few experts are both on the device and on the host.
-            n_there = touched.n_resident + self.experts.n_on_host / touched.n_layers
-            disk_experts = replace(touched, tier="disk", n_resident=min(n_there, touched.n_experts))
+        if touched is not None:
+            computed += touched.n_layers * touched.n_used * touched.nbytes
+            if touched.tier == "host" and touched.n_on_host < touched.n_experts:
+                # Few experts are both on the device and on the host.
+                n_there = min(touched.n_resident + touched.n_on_host, touched.n_experts)
+                disk_experts = replace(touched, tier="disk", n_resident=n_there)
         return PassBytes(streamed, computed, ahead, rows, touched, disk_experts=disk_experts)
 
 
@@ -247,12 +239,8 @@ def place_layers(
     if budget.device < least:
         is_possible = budget.most is None or least <= budget.most
         change = f"set --device-memory to {least} or more" if is_possible else "use a larger device"
-        raise CapacityError(
-            "the device memory budget is too small",
-            need=f"{format_size(least)} ({least} bytes) at least",
-            have=format_size(budget.device),
-            change=f"{change}, or lower --max-model-len or --tree-size",
-        )
+        change += ", or lower --max-model-len or --tree-size"
+        raise _too_small("the device memory budget is too small", least, budget.device, change)
     if free >= sum(layer_nbytes):
         return Plan(("device",) * n, tuple(layer_nbytes), 0, reserved, budget, link)
     free -= link.buffer + n * reserved.stand_in
@@ -292,13 +280,14 @@ def _host_slots(n_slots: int, nbytes: int, budget: MemoryBudget) -> int:
     """Return the number of host slots of `nbytes`: two, for reads and copies at the same time."""
     least = budget.buffers + nbytes
     if budget.host < least:
-        raise CapacityError(
-            "the host memory budget is too small for host slots of disk layers",
-            need=f"{format_size(least)} ({least} bytes) at least",
-            have=format_size(budget.host),
-            change="raise --host-memory or --device-memory",
-        )
+        problem = "the host memory budget is too small for host slots of disk layers"
+        raise _too_small(problem, least, budget.host, "raise --host-memory or --device-memory")
     return min(n_slots, _LEAST_SLOTS, budget.host_room(nbytes))
+
+
+def _too_small(problem: str, least: int, have: int, change: str) -> CapacityError:
+    need = f"{format_size(least)} ({least} bytes) at least"
+    return CapacityError(problem, need=need, have=format_size(have), change=change)
 
 
 def fill(layers: Sequence[int], nbytes: Sequence[int], room: int, n_most: int) -> set[int]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from torch import Tensor
@@ -17,12 +18,12 @@ from offload_rt.ops import lossless
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import Layout, PackedLayer, host_block
 from offload_rt.weights.lossless import (
+    RECREATE,
     SidecarLayer,
     chunk_digest,
     encode_layer,
     layer_path,
     read_layer,
-    refuse,
     write_layer,
 )
 
@@ -57,20 +58,17 @@ class SidecarTier(Tier):
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
         encoded = self._layers[i].encoded
-        firsts = [0]
+        bounds = [0]
         filled = 0
         for k, nbytes in enumerate(encoded.chunks["nbytes"].tolist()):
             if filled and filled + nbytes > self.settings.request_nbytes:
-                firsts.append(k)
+                bounds.append(k)
                 filled = 0
             filled += nbytes
+        bounds.append(len(encoded.chunks))
         if not self._decodes:
             encoded.write_table(into)
-        stops = [*firsts[1:], len(encoded.chunks)]
-        return [
-            partial(self._read, i, first, stop, into)
-            for first, stop in zip(firsts, stops, strict=True)
-        ]
+        return [partial(self._read, i, first, stop, into) for first, stop in pairwise(bounds)]
 
     def close(self) -> None:
         """Close the files."""
@@ -92,10 +90,7 @@ class SidecarTier(Tier):
             if is_sound and self._decodes:
                 is_sound = lossless.decode(part, kind, n, target[offset:])
             if not is_sound:
-                raise LinkError(
-                    f"{path} is damaged",
-                    change="run `offload-rt convert` again, or use --link-format=raw",
-                )
+                raise LinkError(f"{path} is damaged", change=RECREATE)
         if not self._decodes:
             target[start : start + nbytes] = content
         return nbytes
@@ -141,8 +136,6 @@ def write_sidecar(
 
 def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer:
     path = layer_path(directory, i)
-    if not path.exists():
-        raise refuse(path, "is not there")
     return read_layer(path, checkpoint.identity, i, checkpoint.layers[i].layout)
 
 

@@ -70,7 +70,7 @@ class CudaStreamer(Streamer):
         self._timings: deque[_Copy] = deque()
         self._waits: deque[tuple[Event, Event]] = deque()
         self._counting = Lock()
-        self.meter.before_read.append(self._count_finished)
+        self.meter.before_read.add(self._count_finished)
         self._writes: deque[tuple[Event, Sequence[tuple[Tensor, Tensor]]]] = deque()
         self._epoch = device.record_compute()
         device.wait(self._epoch)
@@ -85,7 +85,7 @@ class CudaStreamer(Streamer):
     def set_sources(self, sources: LayerSources) -> None:
         self.park()
         self._upstream.set_sources(sources.on_host())
-        super().set_sources(sources)
+        self._restart(sources)
 
     def write(self, moves: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy results (target, source) of the compute so far to the host, before later copies."""
@@ -126,13 +126,11 @@ class CudaStreamer(Streamer):
         self._upstream.close()
         self.device.synchronize()
         self._count_finished()
-        if self._count_finished in self.meter.before_read:
-            self.meter.before_read.remove(self._count_finished)
+        self.meter.before_read.discard(self._count_finished)
         self._slots.clear()
         self._buffer = None
 
     def _arrive(self, i: int) -> LayerView:
-        """Wait until the copy of layer i is enqueued; compute waits for its end."""
         idle = self.device.record_compute()
         with self._changed:
             self._wait_for(lambda: self._ready)
@@ -161,10 +159,11 @@ class CudaStreamer(Streamer):
         """Enqueue copies into free slots until closed; errors are raised by `sweep`."""
         while True:
             with self._changed:
-                while not self._is_closed and (
-                    self._is_parked or self._error is not None or not self._slots
-                ):
-                    self._changed.wait()
+                self._changed.wait_for(
+                    lambda: (
+                        self._is_closed or not (self._is_parked or self._error or not self._slots)
+                    )
+                )
                 if self._is_closed:
                     return
                 self._is_feeding = True
@@ -206,34 +205,26 @@ class CudaStreamer(Streamer):
             return (self._n_consumed + len(self._ready)) % len(self._slots)
 
     def _copy(self, block: LayerView, slot: int) -> Event:
-        moves = self._moves(block, self._slots[slot])
+        """Enqueue a copy as a whole if both layouts are equal, else a copy of each tensor."""
+        packed = self._sources.packed_layout(block.i)
+        ranges = [(0, 0, packed.nbytes)]
+        if block.layout != packed:
+            sources = block.layout.by_name
+            ranges = [(to.offset, sources[to.name].offset, to.nbytes) for to in packed.entries]
+        target = self._slots[slot]
+        moves = [(target[to : to + n], block.data[at : at + n]) for to, at, n in ranges]
         start, end = self.device.copy(moves, self._free[slot])
-        nbytes = sum(len(target) for target, _ in moves)
+        nbytes = sum(n for *_, n in ranges)
         self._timings.append(_Copy(start, end, nbytes, block.i, slot))
         self._count_finished()
         return end
 
-    def _moves(self, block: LayerView, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return targets and sources: a single pair for equal layouts, else a pair per tensor."""
-        packed = self._sources.packed_layout(block.i)
-        if block.layout == packed:
-            return [(target[: packed.nbytes], block.data[: packed.nbytes])]
-        moves = []
-        for entry in packed.entries:
-            start = block.layout.by_name[entry.name].offset
-            source = block.data[start : start + entry.nbytes]
-            moves.append((target[entry.offset : entry.offset + entry.nbytes], source))
-        return moves
-
     def _count_finished(self) -> None:
         """Record finished copies, and waits from a layer's compute to the next layer's arrival."""
+        seconds_between = self.device.seconds_between
         with self._counting:
-            seconds_between = self.device.seconds_between
-            while self._timings:
-                copy = self._timings[0]
-                if (copied := seconds_between(copy.start, copy.end)) is None:
-                    break
-                self._timings.popleft()
+            while self._timings and (copied := seconds_between(*self._timings[0][:2])) is not None:
+                copy = self._timings.popleft()
                 self.meter.add(copy.nbytes, copied)
                 if self._trace.on:
                     started = self._epoch_s + (seconds_between(self._epoch, copy.start) or 0.0)

@@ -45,20 +45,18 @@ class ReadThreads(Waiting, ABC):
 
     meter: LinkMeter
     _trace: Trace
-    _n_reading: int
+    _n_reading = 0
     _link: str
     _cpus: Cpus
 
     def _start(self, n_threads: int) -> None:
         # Daemon threads: the interpreter would join other threads before atexit handlers run.
-        self._threads = [
-            Thread(target=self._work, name=f"read-{i}", daemon=True) for i in range(n_threads)
-        ]
+        names = (f"read-{i}" for i in range(n_threads))
+        self._threads = [Thread(target=self._work, name=name, daemon=True) for name in names]
         for thread in self._threads:
             thread.start()
 
     def _end(self) -> None:
-        """Stop all reads and join the threads; idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -85,13 +83,13 @@ class ReadThreads(Waiting, ABC):
             self._trace.add(WAIT, name, started, ended)
 
     def _work(self) -> None:
-        """Read parts until closed."""
         stay_near(self._cpus)
         while True:
             with self._changed:
+                fetch = None
                 while not self._is_closed and (fetch := self._next()) is None:
                     self._changed.wait()
-                if self._is_closed or fetch is None:
+                if fetch is None:
                     return
                 if self._n_reading == 0:
                     self._trace.state(waits(self._link), None)
@@ -151,7 +149,6 @@ class ThreadStreamer(ReadThreads, Streamer):
             self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
         # Started, not consumed fetches; only the last has parts left to start.
         self._fetches: deque[Fetch] = deque()
-        self._n_reading = 0
         self._note_standstill()
         self._start(max((sources.source(i).n_parallel for i in self.order), default=0))
 
@@ -169,8 +166,7 @@ class ThreadStreamer(ReadThreads, Streamer):
 
     def close(self) -> None:
         self._end()
-        for slot in self._pinned:
-            unpin(slot)
+        unpin(*self._pinned)
         self._pinned.clear()
         self._slots.clear()
 
@@ -190,7 +186,6 @@ class ThreadStreamer(ReadThreads, Streamer):
             self._changed.notify_all()
 
     def _next(self) -> Fetch | None:
-        """See `ReadThreads._next`; starts a new fetch if a slot is free."""
         if self._is_parked or self._error is not None:
             return None
         if self._fetches and self._fetches[-1].parts:

@@ -68,12 +68,12 @@ class LayerSources:
     def on_host(self) -> "LayerSources":
         """Return sources that stop at the host: pinned layers in place, further layers in slots."""
         here = MemoryTier()
-        for i in range(len(self.streamed)):
+        streamed = list(self.streamed)
+        for i in range(len(streamed)):
             here.put(i, self._pinned(i) or _NOTHING)
-        streamed = tuple(
-            tier if self.is_transient(i) else None for i, tier in enumerate(self.streamed)
-        )
-        return replace(self, resident=here, streamed=streamed, n_slots=self.n_host_slots)
+            if not self.is_transient(i):
+                streamed[i] = None
+        return replace(self, resident=here, streamed=tuple(streamed), n_slots=self.n_host_slots)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Waiting:
     """Wait for transfers of threads. The condition guards the state that threads share."""
 
     _changed: threading.Condition
-    _error: BaseException | None
-    _is_closed: bool
+    _error: BaseException | None = None
+    _is_closed = False
 
     def _wait_for(self, is_ready: Callable[[], object]) -> None:
         """Wait, with the lock held. Raises the error of a thread, and LinkError if closed."""
@@ -115,9 +115,7 @@ class Streamer(Waiting, ABC):
         self._sources = sources
         self._trace = trace
         self._changed = threading.Condition()
-        self._error = None
         self._is_parked = False
-        self._is_closed = False
         self._n_sweeps = 0
         self._n_consumed = 0  # streamed layers with finished compute
 
@@ -131,13 +129,10 @@ class Streamer(Waiting, ABC):
         self._refuse_closed()
         self._n_sweeps += 1
         sweep = self._n_sweeps
-        is_whole = False
         is_partial = self.order and self._n_consumed % len(self.order)
         if self._is_parked or is_partial:
             self.park()
-            with self._changed:
-                self._is_parked = False
-                self._changed.notify_all()
+            self._restart(self._sources)
         try:
             for i, tier in enumerate(self._sources.streamed):
                 yield self.resident(i) or self._arrive(i)
@@ -147,14 +142,17 @@ class Streamer(Waiting, ABC):
                     raise LinkError("the weights are in use by another pass", change=change)
                 if tier is not None:
                     self._release()
-            is_whole = True
-        finally:
-            if not is_whole and sweep == self._n_sweeps:
+        except BaseException:
+            if sweep == self._n_sweeps:
                 self.park()
+            raise
 
     def set_sources(self, sources: LayerSources) -> None:
         """Switch to new sources, whose layers must fit the slots; drop prefetched layers."""
         self.park()
+        self._restart(sources)
+
+    def _restart(self, sources: LayerSources) -> None:
         with self._changed:
             self._sources = sources
             self.order = sources.order

@@ -33,9 +33,6 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._trace = trace
         self._link = EXPERTS
         self._cpus = cpus
-        self._error = None
-        self._is_closed = False
-        self._n_reading = 0
         self._urgent: deque[Fetch] = deque()
         self._idle: deque[Fetch] = deque()
         self._coming: dict[int, Fetch] = {}
@@ -73,8 +70,8 @@ class ThreadExperts(ReadThreads, ExpertCache):
         return wanted, len(self._coming) - len(wanted)
 
     def _sort(self) -> None:
-        likely = self._idle
-        self._idle = deque[Fetch]()
+        likely = [*self._idle]
+        self._idle.clear()
         for fetch in likely:
             if fetch.i in self._wanted:
                 self._urgent.append(fetch)

@@ -1,9 +1,8 @@
 """Interface of memory tiers, and parallel reads by threads."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -37,34 +36,20 @@ def read_parallel(
 ) -> int:
     """Run reads in parallel threads; return the bytes that crossed the link.
 
-    progress  receives the bytes of each finished read, in its thread
+    progress  receives the bytes of each finished read
     cpus      CPU affinity of the threads; empty for any
-    After an error no further read starts. All reads have ended on return, and the error is raised.
+    An error cancels waiting reads. All reads have ended on return, and the error is raised.
     """
-    waiting = iter(reads)
-    is_over = threading.Event()
-
-    def work() -> int:
-        moved = 0
-        try:
-            for read in waiting:  # shared iterator
-                if is_over.is_set():
-                    break
-                nbytes = read()
-                moved += nbytes
-                if progress:
-                    progress(nbytes)
-        except BaseException:
-            is_over.set()
-            raise
-        return moved
-
+    moved = 0
     with ThreadPoolExecutor(n_parallel, "reads", stay_near, (cpus,)) as pool:
         try:
-            tasks = [pool.submit(work) for _ in range(min(n_parallel, len(reads)))]
-            return sum(task.result() for task in tasks)
+            for task in as_completed([pool.submit(read) for read in reads]):
+                moved += task.result()
+                if progress:
+                    progress(task.result())
         finally:
-            is_over.set()  # also after Ctrl-C: the caller frees the block
+            pool.shutdown(cancel_futures=True)  # also after Ctrl-C: the caller frees the block
+    return moved
 
 
 def done_ahead(works: Iterable[Callable[[], _T]], name: str) -> Generator[_T, None, None]:

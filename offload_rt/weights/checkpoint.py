@@ -117,16 +117,16 @@ def _divide_experts(
 ) -> tuple[BlockRecord, list[BlockRecord]] | None:
     """Divide a layer into tensors of no expert and a block per expert, by owners of modules."""
 
-    def owner(key: str) -> str | None:
+    def owner(key: str) -> str:
         names = accumulate(key.split("."), "{}.{}".format)
-        return next((name for name in names if name in owners), None)
+        return next((name for name in names if name in owners), "")
 
     rest = list[TensorRecord]()
     tensors: list[list[TensorRecord]] = [[] for _ in range(n_experts)]
     for record in layer:
         name = owner(record.key)
-        expert = None if name is None else owners[name]
-        if name is None:
+        expert = owners.get(name)
+        if not name:
             rest.append(record)
         elif expert is not None:
             tensors[expert].append(record)
@@ -138,7 +138,7 @@ def _divide_experts(
             return None
     matrices: dict[int | None, dict[str, Matrix]] = {n: {} for n in (None, *range(n_experts))}
     for module, matrix in layer.matrices.items():
-        matrices[owners.get(owner(module) or "")][module] = matrix
+        matrices[owners.get(owner(module))][module] = matrix
     blocks = [BlockRecord(tuple(records), matrices[n]) for n, records in enumerate(tensors)]
     return BlockRecord(tuple(rest), matrices[None]), blocks
 
@@ -197,10 +197,9 @@ def assemble(
     for name, record in tensors.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)
         if not is_expected and not weight_format.is_unused(name, Source(tensors)):
-            raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model",
-                change=OTHER_CONFIG,
-            )
+            part = f"no part of a {spec.family} model"
+            problem = f"{record.path.name}: tensor {name!r} belongs to {part}"
+            raise CheckpointError(problem, change=OTHER_CONFIG)
     return checkpoint
 
 

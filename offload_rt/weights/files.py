@@ -45,11 +45,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def companions(directory: Path) -> list[Path]:
     """Return the files of a checkpoint besides its weights."""
-    return [
-        path
-        for path in directory.iterdir()
-        if path.is_file() and path.suffix not in _WEIGHTS and path.name != INDEX
-    ]
+    files = [path for path in directory.iterdir() if path.is_file() and path.name != INDEX]
+    return [path for path in files if path.suffix not in _WEIGHTS]
 
 
 def check_room(folder: Path, nbytes: int) -> None:
@@ -71,9 +68,8 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
     for name in (SINGLE, HEADS):
         if (directory / name).exists():
             return read_header(directory / name)
-    unsupported = sorted(
-        path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
-    )
+    names = sorted(path.name for path in directory.iterdir())
+    unsupported = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
     raise CheckpointError(
         f"{directory} has no safetensors weights",
         need=f"{SINGLE} or {INDEX}",
@@ -89,9 +85,8 @@ def shard_names(directory: Path) -> dict[str, str]:
         raise CheckpointError(f"{INDEX} has no weight_map", change=_DAMAGED)
     for name, shard in shards.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(
-                f"{INDEX}: {shard!r}, given for {name!r}, is no file name", change=_DAMAGED
-            )
+            problem = f"{INDEX}: {shard!r}, given for {name!r}, is no file name"
+            raise CheckpointError(problem, change=_DAMAGED)
     return shards
 
 
@@ -101,13 +96,9 @@ def _sharded(directory: Path) -> dict[str, TensorRecord]:
     for shard in sorted(set(shards.values())):
         if not (directory / shard).exists():
             raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
-        tensors |= {
-            name: record
-            for name, record in read_header(directory / shard).items()
-            if shards.get(name) == shard
-        }
-    missing = sorted(set(shards) - set(tensors))
-    if missing:
+        stored = read_header(directory / shard)
+        tensors |= {name: stored[name] for name in stored if shards.get(name) == shard}
+    if missing := sorted(shards.keys() - tensors.keys()):
         problem = f"the index says {missing[0]!r} is in {shards[missing[0]]}, but it is not"
         raise CheckpointError(problem, change=_DAMAGED)
     return tensors

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError, UnsupportedModelError
@@ -106,7 +106,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
             stamp = stamp_of(os.fstat(file.fileno()))
             fields = Fields(data)
             n_tensors, metadata = fields.metadata()
-            entries = [_Entry.parse(fields) for _ in range(n_tensors)]
+            entries = [_entry(fields) for _ in range(n_tensors)]
             alignment = metadata.get("general.alignment", 32)
             if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
                 raise ValueError(f"general.alignment {alignment}")
@@ -116,36 +116,27 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
         if len(tensors) < len(records):
             raise ValueError("two tensors have the same name")
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror or error}", change="give all parts of a whole file"
-        ) from error
+        problem = f"{path}: {error.strerror or error}"
+        raise CheckpointError(problem, change="give all parts of a whole file") from error
     except (ValueError, OverflowError, struct.error) as error:
-        raise CheckpointError(
-            f"{path.name} is damaged, cut short or not a GGUF file: {error}",
-            change="download it again",
-        ) from error
+        problem = f"{path.name} is damaged, cut short or not a GGUF file: {error}"
+        raise CheckpointError(problem, change="download it again") from error
     return metadata, tensors
 
 
-class _Entry(NamedTuple):
-    """Entry of a tensor; `kind` is the number of its type."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-    @classmethod
-    def parse(cls, fields: Fields) -> "_Entry":
-        name = fields.text()
-        n_dims = fields.number("<I")
-        if not 1 <= n_dims <= 4:
-            raise ValueError(f"tensor {name!r} of {n_dims} dimensions")
-        shape = tuple(fields.number("<Q") for _ in range(n_dims))[::-1]
-        return cls(name, shape, fields.number("<I"), fields.number("<Q"))
+def _entry(fields: Fields) -> tuple[str, tuple[int, ...], int, int]:
+    """Read name, shape, number of the type, and offset of a tensor."""
+    name = fields.text()
+    n_dims = fields.number("<I")
+    if not 1 <= n_dims <= 4:
+        raise ValueError(f"tensor {name!r} of {n_dims} dimensions")
+    shape = tuple(fields.number("<Q") for _ in range(n_dims))[::-1]
+    return name, shape, fields.number("<I"), fields.number("<Q")
 
 
-def _record(entry: _Entry, start: int, path: Path, stamp: tuple[int, int]) -> TensorRecord:
+def _record(
+    entry: tuple[str, tuple[int, ...], int, int], start: int, path: Path, stamp: tuple[int, int]
+) -> TensorRecord:
     """Return the record of a tensor; the shape of blocks counts bytes."""
     name, shape, kind, offset = entry
     dtype = _FLOATS.get(kind) or _BLOCKS.get(kind)
@@ -189,9 +180,8 @@ def _with_experts(tensors: dict[str, TensorRecord], family: str) -> dict[str, Te
             continue
         for expert in range(record.shape[0]):
             key = f"model.layers.{match[1]}.{prefix}.{expert}.{modules[match[2]]}.weight"
-            divided[key] = replace(
-                record.rows(expert, 1), name=key, shape=record.shape[1:], key=key
-            )
+            rows = record.rows(expert, 1)
+            divided[key] = replace(rows, name=key, shape=rows.shape[1:], key=key)
     return divided
 
 
@@ -219,9 +209,7 @@ def _config(
         "vocab_size": values.get("vocab_size") if embedding is None else embedding.shape[0],
         "tie_word_embeddings": "lm_head.weight" not in tensors,
         "rope_parameters": _rope(values, tensors, head_dim, name),
-        "eos_token_id": sorted(
-            {metadata[key] for key in _END_IDS if type(metadata.get(key)) is int}
-        ),
+        "eos_token_id": sorted({i for i in map(metadata.get, _END_IDS) if type(i) is int}),
         "quantization_config": Storage(head_dim if family == "llama" else None),
     }
     if config["model_type"] == "qwen3_moe":
@@ -282,9 +270,8 @@ def _rope(
         return {**rope, "rope_type": "default"}
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = values.get(f"{_SCALING}original_context_length")
-        for beta in _BETAS:
-            if f"{_SCALING}yarn_{beta}" in values:
-                rope[beta] = values[f"{_SCALING}yarn_{beta}"]
+        keys = {beta: f"{_SCALING}yarn_{beta}" for beta in _BETAS}
+        rope |= {beta: values[key] for beta, key in keys.items() if key in values}
     elif rope["rope_type"] != "linear":
         problem = f"{name}: {_SCALING}type {rope['rope_type']!r} is not understood"
         raise UnsupportedModelError(problem, have="none, linear, yarn")

@@ -13,8 +13,6 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.packing import BLOCKS
 
-# The data of a safetensors file begins at a multiple of this.
-_ALIGNMENT = 8
 # Compute dtypes.
 FLOATS = {"F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPES = FLOATS | {
@@ -67,10 +65,8 @@ class TensorRecord:
     def stored_dtype(self) -> DType:
         """Return the dtype of the elements; raises CheckpointError if torch has no such dtype."""
         if self.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}",
-                need="one of " + ", ".join(_DTYPES),
-            )
+            problem = f"{self.path.name}: tensor {self.name!r} has dtype {self.dtype!r}"
+            raise CheckpointError(problem, need="one of " + ", ".join(_DTYPES))
         return _DTYPES[self.dtype]
 
 
@@ -112,5 +108,5 @@ def header_of(records: Iterable[TensorRecord]) -> bytes:
         header[record.name] = entry
         start = stop
     content = json.dumps(header).encode()
-    content += b" " * (-len(content) % _ALIGNMENT)
+    content += b" " * (-len(content) % 8)  # aligns the data
     return struct.pack("<Q", len(content)) + content

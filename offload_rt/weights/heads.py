@@ -53,14 +53,11 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
 def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
     """Refuse a head whose config names another architecture than the target's."""
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    configs = target.config, verifier
-    target_name, head_name = (
-        next(iter(config.get("architectures") or ()), "") for config in configs
-    )
+    names = [next(iter(c.get("architectures") or ()), "") for c in (verifier, target.config)]
     # Models with and without other modalities differ in the rest of the name.
-    target_kind, head_kind = (name.partition("For")[0] for name in (target_name, head_name))
-    if target_kind and head_kind and target_kind != head_kind:
-        raise target_mismatch("target", head_name, target_name)
+    kinds = {name.partition("For")[0] for name in names}
+    if len(kinds) == 2 and all(kinds):
+        raise target_mismatch("target", *names)
 
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:
@@ -90,12 +87,11 @@ def _with_stored_heads(spec: Medusa, stored: Mapping[str, TensorRecord]) -> Medu
         names = (f"{prefix}{i}.{spec.n_blocks}.weight" for i in count())
         heads = [stored[name] for name in takewhile(stored.__contains__, names)]
         if heads:
-            have = heads[0].shape
-            need = (spec.vocab_size, spec.hidden_size)
+            have = list(heads[0].shape)
+            need = [spec.vocab_size, spec.hidden_size]
             if have != need:
-                raise target_mismatch("matrix", str(list(have)), str(list(need)))
+                raise target_mismatch("matrix", str(have), str(need))
             has_bias = f"{prefix}0.0.linear.bias" in stored
             return replace(spec, prefix=prefix, has_bias=has_bias, n_layers=len(heads))
-    raise CheckpointError(
-        "no Medusa heads among the weights", need="0.1.weight or the like", change=OTHER_CONFIG
-    )
+    problem = "no Medusa heads among the weights"
+    raise CheckpointError(problem, need="0.1.weight or the like", change=OTHER_CONFIG)

@@ -76,22 +76,21 @@ class Layout:
 
     def fused(self, names: Sequence[str]) -> TensorEntry | None:
         """Return adjacent tensors of equal dtype and width as one tensor; None for others."""
-        if not all(name in self.by_name for name in names):
-            return None
-        parts = [self.by_name[name] for name in names]
+        parts = [self.by_name[name] for name in names if name in self.by_name]
         for a, b in itertools.pairwise(parts):
             if b.offset != a.offset + a.nbytes or (b.dtype, b.shape[1:]) != (a.dtype, a.shape[1:]):
                 return None
+        if len(parts) < len(names):
+            return None
         return replace(parts[0], shape=(sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
 
     def distance(self, names: Sequence[str]) -> int | None:
         """Return the constant distance in bytes of equal tensors, else None."""
-        if not all(name in self.by_name for name in names):
-            return None
-        entries = [self.by_name[name] for name in names]
-        distances = {b.offset - a.offset for a, b in itertools.pairwise(entries)}
-        is_uniform = len({(entry.dtype, entry.shape) for entry in entries}) == 1
-        return max(distances, default=0) if is_uniform and len(distances) < 2 else None
+        entries = [self.by_name.get(name) for name in names]
+        distances = {b.offset - a.offset for a, b in itertools.pairwise(entries) if a and b}
+        kinds = {(entry.dtype, entry.shape) if entry else None for entry in entries}
+        is_uniform = None not in kinds and len(kinds) == 1 and len(distances) < 2
+        return max(distances, default=0) if is_uniform else None
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,10 @@ class BlockRecord:
         """Return the block of the tensors that `keep` accepts, with complete matrices only."""
         tensors = tuple(filter(keep, self.tensors))
         keys = {record.key for record in tensors}
-        matrices = {
-            module: matrix
-            for module, matrix in self.matrices.items()
-            if keys.issuperset(tensor.name for tensor in matrix.tensors)
-        }
+        matrices = dict(self.matrices)
+        for module, matrix in self.matrices.items():
+            if not keys.issuperset(tensor.name for tensor in matrix.tensors):
+                del matrices[module]
         return BlockRecord(tensors, matrices)
 
 

@@ -47,13 +47,14 @@ def locate(
         about = _fetch_about(model, revision, offline)
         if not has_weights:
             return about
-        return _snapshot(model, about.name, offline, (*_ABOUT, *_weight_files(about)))
+        has_index = (about / INDEX).exists()
+        weights = shard_names(about).values() if has_index else (SINGLE, HEADS)
+        return _snapshot(model, about.name, offline, {*_ABOUT, *weights})
     if path.suffix == gguf.SUFFIX and path.is_file():
         return gguf.parts(path)[0]
     if not path.is_dir():
-        raise CheckpointError(
-            f"{model} is a file", change="give the directory of a checkpoint, or a GGUF file"
-        )
+        change = "give the directory of a checkpoint, or a GGUF file"
+        raise CheckpointError(f"{model} is a file", change=change)
     has_safetensors = (path / INDEX).exists() or (path / SINGLE).exists()
     return path if has_safetensors else _only_gguf(path) or path
 
@@ -69,11 +70,11 @@ def check_paths(config: EngineConfig) -> None:
 def is_here(model: str, revision: str | None = None) -> bool:
     """Return whether a model is complete without the hub; raises for an unsupported config."""
     try:
-        return local_path(model) is not None or bool(
+        if local_path(model) is None:
             tensors_of(locate(model, revision, offline=True))
-        )
     except CheckpointError:
         return False
+    return True
 
 
 def find_config(model: str, revision: str | None = None, offline: bool = False) -> dict[str, Any]:
@@ -95,9 +96,8 @@ def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, Te
     """Return the tensors of a hub checkpoint by name, from headers only; raises CheckpointError."""
     import huggingface_hub
 
-    api = huggingface_hub.HfApi()
-    fetch = partial(api.get_safetensors_metadata, model, revision=revision)
-    metadata = _from_hub(model, offline, fetch)
+    fetch = huggingface_hub.HfApi().get_safetensors_metadata
+    metadata = _from_hub(model, offline, partial(fetch, model, revision=revision))
     return {
         name: TensorRecord(name, tensor.dtype, tuple(tensor.shape), Path(file), start, stop, name)
         for file, header in metadata.files_metadata.items()
@@ -144,61 +144,45 @@ def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[s
     return directory
 
 
-def _weight_files(directory: Path) -> set[str]:
-    if (directory / INDEX).exists():
-        return set(shard_names(directory).values())
-    return {SINGLE, HEADS}
-
-
 def _only_gguf(directory: Path) -> Path | None:
     """Return the first part of the only GGUF file, or None; raises CheckpointError for several."""
     files = sorted({gguf.parts(path)[0] for path in directory.glob(f"*{gguf.SUFFIX}")})
     if len(files) > 1:
+        problem = f"{directory} has {len(files)} GGUF files"
         have = ", ".join(path.name for path in files[:3])
-        raise CheckpointError(
-            f"{directory} has {len(files)} GGUF files", have=have, change="give one of them"
-        )
+        raise CheckpointError(problem, have=have, change="give one of them")
     return files[0] if files else None
 
 
-def _similar(path: Path) -> Path | None:
-    """Return the directory beside a missing path with the most similar name."""
-    folder = path.parent
+def _suggestion(model: str) -> str:
+    """Suggest the directory with the most similar name beside a missing path, if any."""
+    folder = Path(model).parent
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
-    close = get_close_matches(path.name, names, n=1)
-    return folder / close[0] if close else None
+    close = get_close_matches(Path(model).name, names, n=1)
+    return f"did you mean {folder / close[0]}?" if close else ""
 
 
 def _from_hub(model: str, offline: bool, fetch: Callable[[], Any]) -> Any:
     """Return the result of a hub request; raises CheckpointError with a single sentence."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors
 
     try:
         return fetch()
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         problem = f"{model} is gated on the hub"
         raise CheckpointError(problem, change="accept its terms there and set HF_TOKEN") from error
     except Exception as error:  # the client also raises errors of its HTTP library
+        suggestion = _suggestion(model)
         if offline:
             problem = f"{model} is no directory and not in the hub cache as a whole"
-            similar = _similar(Path(model))
-            change = f"did you mean {similar}?" if similar else "leave out --offline"
-            raise CheckpointError(problem, change=change) from error
+            raise CheckpointError(problem, change=suggestion or "leave out --offline") from error
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-        change = "check the name, or give the directory of a checkpoint"
-        if similar := _similar(Path(model)):
-            change = f"did you mean {similar}?"
-        if isinstance(error, LocalEntryNotFoundError):
+        change = suggestion or "check the name, or give the directory of a checkpoint"
+        if isinstance(error, errors.LocalEntryNotFoundError):
             reason = "no connection"
-            change += "" if similar else ", or check the network"
-        elif isinstance(error, RepositoryNotFoundError):
+            change = suggestion or f"{change}, or check the network"
+        elif isinstance(error, errors.RepositoryNotFoundError):
             reason = "no such model"
             change += "; a private one needs HF_TOKEN"
-        raise CheckpointError(
-            f"{model} is no directory and could not be fetched from the hub ({reason})",
-            change=change,
-        ) from error
+        problem = f"{model} is no directory and could not be fetched from the hub ({reason})"
+        raise CheckpointError(problem, change=change) from error

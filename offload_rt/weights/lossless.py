@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,8 @@ _WORTH = 0.95
 _PAGES = 16
 _PAGE_WEIGHTS = 2048
 _CAUTION = 2
+# Advice for a missing or damaged sidecar.
+RECREATE = "run `offload-rt convert` again, or use --link-format=raw"
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,9 @@ class Coding:
 
     def admits(self, n: int, nbytes: int) -> bool:
         """Return whether `nbytes` is a possible size of a chunk with n weights."""
-        least, largest = (
-            (align_up(n, 8),) * 2 if self.kind == RAW else (chunk_nbytes(n, m) for m in (0, n))
-        )
-        return least <= nbytes <= largest and nbytes % 8 == 0
+        if self.kind == RAW:
+            return nbytes == align_up(n, 8)
+        return chunk_nbytes(n, 0) <= nbytes <= chunk_nbytes(n, n) and nbytes % 8 == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +71,16 @@ class EncodedLayer:
     @classmethod
     def from_codings(cls, layout: Layout, codings: Sequence[Coding]) -> "EncodedLayer":
         """Place the chunks of all tensors of a layout."""
-        chunks = np.zeros(sum(len(coding.sizes) for coding in codings), CHUNKS)
-        k = 0
-        source = align_up(chunks.nbytes)
+        chunks = []
+        source = align_up(sum(len(coding.sizes) for coding in codings) * CHUNKS.itemsize)
         for entry, coding in zip(layout.entries, codings, strict=True):
             target = entry.offset
             unit = 1 if coding.kind == RAW else entry.dtype.itemsize
             for n_weights, nbytes in zip(cut(entry, coding.kind), coding.sizes, strict=True):
-                chunks[k] = (source, target, n_weights, nbytes, coding.kind)
-                source = source + nbytes
-                target = target + n_weights * unit
-                k = k + 1
-        return cls(layout, tuple(codings), chunks, align_up(source))
+                chunks.append((source, target, n_weights, nbytes, coding.kind))
+                source += nbytes
+                target += n_weights * unit
+        return cls(layout, tuple(codings), np.array(chunks, CHUNKS), align_up(source))
 
     @property
     def table_nbytes(self) -> int:
@@ -118,30 +117,19 @@ def cut(entry: TensorEntry, kind: int) -> list[int]:
 
 def encode_layer(image: PackedLayer, n_threads: int, is_raw: bool = False) -> EncodedImage:
     """Encode a layer of aligned tensors to new host memory; is_raw keeps all tensors raw."""
-    content = image.block.numpy()
-    entries = [
-        (entry, content[entry.offset : entry.offset + entry.nbytes])
-        for entry in image.layout.entries
-    ]
-    layout = image.layout.packed
+    codings = []
+    parts = list[np.ndarray]()
     with ThreadPoolExecutor(n_threads, "encodes") as pool:
-        codings = []
-        for entry, tensor in entries:
+        for entry in image.layout.entries:
+            tensor = image.block[entry.offset : entry.offset + entry.nbytes].numpy()
             kind = RAW if is_raw else KIND_OF.get(entry.dtype, RAW)
             escapes = pool.map(partial(_n_escapes, kind), _parts(entry, tensor, kind))
             codings.append(_coding(entry, [*escapes]))
-        encoded = EncodedLayer.from_codings(layout, codings)
+            parts += _parts(entry, tensor, codings[-1].kind)
+        encoded = EncodedLayer.from_codings(image.layout.packed, codings)
         block = host_block(encoded.nbytes)
         encoded.write_table(block)
-        parts = (
-            _parts(entry, tensor, coding.kind)
-            for (entry, tensor), coding in zip(entries, codings, strict=True)
-        )
-        list(
-            pool.map(
-                partial(_encode_chunk, block.numpy()), encoded.chunks, chain.from_iterable(parts)
-            )
-        )
+        list(pool.map(partial(_encode_chunk, block.numpy()), encoded.chunks, parts))
     return EncodedImage(block, encoded.block_layout, encoded)
 
 
@@ -160,10 +148,8 @@ def _coding(entry: TensorEntry, escapes: Sequence[int | None]) -> Coding:
     """Return the encoding of a tensor, given the escapes per chunk; raw if it does not shrink."""
     kind = KIND_OF.get(entry.dtype, RAW)
     if None not in escapes:
-        sizes = tuple(
-            chunk_nbytes(n, n_escapes or 0)
-            for n, n_escapes in zip(cut(entry, kind), escapes, strict=True)
-        )
+        chunks = zip(cut(entry, kind), escapes, strict=True)
+        sizes = tuple(chunk_nbytes(n, n_escapes or 0) for n, n_escapes in chunks)
         if sum(sizes) < _WORTH * entry.nbytes:
             return Coding(kind, sizes)
     return Coding(RAW, tuple(align_up(n, 8) for n in cut(entry, RAW)))
@@ -191,11 +177,11 @@ def estimate(layer: BlockRecord) -> int:
         kind = KIND_OF.get(entry.dtype, RAW)
         sample = _sample(record, entry.dtype.itemsize)
         n_sampled = _n_escapes(kind, sample)
-        if n_sampled is None:
-            codings.append(_coding(entry, [None]))
-            continue
-        share = min(_CAUTION * n_sampled * entry.dtype.itemsize / len(sample), 1.0)
-        codings.append(_coding(entry, [math.ceil(share * n) for n in cut(entry, kind)]))
+        escapes: list[int | None] = [None]
+        if n_sampled is not None:
+            share = min(_CAUTION * n_sampled * entry.dtype.itemsize / len(sample), 1.0)
+            escapes = [math.ceil(share * n) for n in cut(entry, kind)]
+        codings.append(_coding(entry, escapes))
     return EncodedLayer.from_codings(layer.layout, codings).nbytes
 
 
@@ -258,21 +244,21 @@ def _label(identity: str, i: int) -> dict[str, str]:
 
 def read_layer(path: Path, identity: str, i: int, layout: Layout) -> SidecarLayer:
     """Read the index of layer i, whose contents are checked when read; raises CheckpointError."""
+    if not path.exists():
+        raise _refuse(path, "is not there")
     records = read_header(path)
     if records.keys() != {"index", "payload"} or records["index"].dtype != "U64":
-        raise refuse(path, "is no layer of a sidecar")
+        raise _refuse(path, "is no layer of a sidecar")
     with safe_open(path, "np") as file:
         label = file.metadata()
         index = file.get_tensor("index")
     if label != _label(identity, i):
-        raise refuse(path, f"is not layer {i} of this checkpoint")
+        raise _refuse(path, f"is not layer {i} of this checkpoint")
     codings = _codings(index, layout)
-    if codings is None:
-        raise refuse(path, "is damaged")
-    encoded = EncodedLayer.from_codings(layout, codings)
+    encoded = EncodedLayer.from_codings(layout, codings) if codings else None
     payload = records["payload"]
-    if encoded.payload_nbytes != payload.stop - payload.start:
-        raise refuse(path, "is damaged")
+    if not encoded or encoded.payload_nbytes != payload.nbytes:
+        raise _refuse(path, "is damaged")
     return SidecarLayer(encoded, payload, index[:, 2])
 
 
@@ -284,19 +270,14 @@ def _codings(index: np.ndarray, layout: Layout) -> list[Coding] | None:
     for entry in layout.entries:
         kind = int(index[0, 0]) if len(index) else -1
         n_weights = cut(entry, kind) if kind in (RAW, KIND_OF.get(entry.dtype)) else []
-        rows = index[: len(n_weights)]
+        coding = Coding(kind, tuple(index[: len(n_weights), 1].tolist()))
         index = index[len(n_weights) :]
-        coding = Coding(kind, tuple(rows[:, 1].tolist()))
-        if not n_weights or len(rows) < len(n_weights):
-            return None
-        if not all(map(coding.admits, n_weights, coding.sizes)):
+        is_complete = 0 < len(n_weights) == len(coding.sizes)
+        if not is_complete or not all(map(coding.admits, n_weights, coding.sizes)):
             return None
         codings.append(coding)
     return None if len(index) else codings
 
 
-def refuse(path: Path, problem: str) -> CheckpointError:
-    """Return an error about a sidecar file."""
-    return CheckpointError(
-        f"{path} {problem}", change="run `offload-rt convert` again, or use --link-format=raw"
-    )
+def _refuse(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path} {problem}", change=RECREATE)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from offload_rt.ops import dequantize
-    from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix, ZeroCodes
+    from offload_rt.ops.dequantize import BlockMatrix, CodedMatrix
 else:
     from offload_rt.lazy import dequantize, torch
 
@@ -58,10 +58,6 @@ class ZeroPoints:
     tensor: StoredTensor
     order: Order
     plus: int = 0
-
-    def codes(self, tensors: Mapping[str, Tensor]) -> ZeroCodes:
-        """Return the argument of `CodedMatrix`."""
-        return dequantize.ZeroCodes(tensors[self.tensor.name], self.order, self.plus)
 
 
 @dataclass(frozen=True)
@@ -135,12 +131,13 @@ class QuantizedMatrix(Matrix):
         if self.nested is not None:
             scales = self.nested.decode(scales, tensors)
         product = torch.float32 if scales.dtype in dequantize.POWERS_OF_TWO else scales.dtype
+        product = self.product.torch if self.product else product
+        zeros = None
+        if self.zeros is not None:
+            packed = tensors[self.zeros.tensor.name]
+            zeros = dequantize.ZeroCodes(packed, self.zeros.order, self.zeros.plus)
+        groups = None if self.groups is None else tensors[self.groups.name]
+        codes = tensors[self.codes.name].view(words)
         return dequantize.CodedMatrix(
-            self.shape,
-            self.packing,
-            tensors[self.codes.name].view(words),
-            scales.view(grid),
-            None if self.zeros is None else self.zeros.codes(tensors),
-            None if self.groups is None else tensors[self.groups.name],
-            product if self.product is None else self.product.torch,
+            self.shape, self.packing, codes, scales.view(grid), zeros, groups, product
         )

@@ -14,10 +14,7 @@ from offload_rt.weights.header import FLOATS
 
 # Maximum bytes of a tensor read to check for zeros.
 _MOST_ZEROS = 1 << 26
-_FINER = (
-    "the checkpoint is made for quantised {}; here they are kept in the dtype of the computation,"
-    " which is finer"
-)
+_FINER = "here they are kept in the dtype of the computation, which is finer"
 
 
 class QuantizedFormat(WeightFormat):
@@ -45,8 +42,7 @@ class QuantizedFormat(WeightFormat):
     def is_unused(self, name: str, source: Source) -> bool:
         kind = name.rpartition(".")[2]
         record = source.find(name)
-        is_read = record is not None and record.stop - record.start <= _MOST_ZEROS
-        if kind not in self.unused_zeros or record is None or not is_read:
+        if kind not in self.unused_zeros or record is None or record.nbytes > _MOST_ZEROS:
             return kind in self.unused
         if record.stamp is None:  # of a header on the hub
             return True
@@ -56,7 +52,8 @@ class QuantizedFormat(WeightFormat):
 
 def finer_notice(values: list[str]) -> str:
     """Return the notice about values kept in the compute dtype; empty without such values."""
-    return _FINER.format(" and ".join(values)) if values else ""
+    made_for = f"the checkpoint is made for quantised {' and '.join(values)}"
+    return f"{made_for}; {_FINER}" if values else ""
 
 
 def refuse(problem: str, need: str = "") -> UnsupportedModelError:
@@ -114,14 +111,10 @@ def nontrivial_groups(
     # Without the file, assume consecutive groups, as in nearly all checkpoints.
     if record is None or record.stamp is None:
         return None
-    import torch
-
     groups = source.read(stored)
-    consecutive = (torch.arange(len(groups)) // size).to(groups.dtype)
-    if torch.equal(groups, consecutive) or (groups == -1).all():
+    if groups.tolist() == [i // size for i in range(len(groups))] or (groups == -1).all():
         return None
-    first = int(groups.min())
-    last = int(groups.max())
+    first, last = map(int, groups.aminmax())
     if first < 0 or last >= n_groups:
         raise CheckpointError(
             f"tensor {source.prefix + stored.name!r} names groups that are not there",

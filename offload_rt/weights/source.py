@@ -47,22 +47,19 @@ class Source:
         name = self.prefix + stored.name
         record = self.find(stored.name)
         if record is None:
-            raise CheckpointError(
-                f"tensor {name!r} is missing from the weights",
-                change=f"download the checkpoint again, or {OTHER_CONFIG}",
-            )
+            change = f"download the checkpoint again, or {OTHER_CONFIG}"
+            raise CheckpointError(f"tensor {name!r} is missing from the weights", change=change)
+        tensor = f"{record.path.name}: tensor {name!r}"
         if record.shape != stored.shape:
+            need, have = (str(list(shape)) for shape in (stored.shape, record.shape))
             raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} is misshapen", need=str(list(stored.shape)),
-                have=str(list(record.shape)), change=OTHER_CONFIG,
-            )  # fmt: skip
+                f"{tensor} is misshapen", need=need, have=have, change=OTHER_CONFIG
+            )
         allowed = FLOATS.values() if stored.dtype is None else (stored.dtype,)
         if record.stored_dtype() not in allowed:
-            raise CheckpointError(
-                f"{record.path.name}: tensor {name!r} has dtype {record.dtype!r}",
-                need="one of " + ", ".join(allowed),
-                change=f"use an unquantised checkpoint, or {OTHER_CONFIG}",
-            )
+            need = "one of " + ", ".join(allowed)
+            change = f"use an unquantised checkpoint, or {OTHER_CONFIG}"
+            raise CheckpointError(f"{tensor} has dtype {record.dtype!r}", need=need, change=change)
         return replace(record, key=stored.name)
 
     def read(self, stored: StoredTensor) -> "Tensor":
@@ -73,11 +70,11 @@ class Source:
         if record.stamp is None:  # its header was read on the hub
             problem = f"the plan needs tensor {record.name!r}, but only headers were fetched"
             raise CheckpointError(problem, change="download the checkpoint first")
-        content = bytearray(record.read(0, record.stop - record.start))
-        if len(content) != record.stop - record.start:
-            raise CheckpointError(
-                f"{record.path.name} has become shorter", change="download it again"
-            )
+        content = bytearray(record.read(0, record.nbytes))
+        if len(content) != record.nbytes:
+            problem = f"{record.path.name} has become shorter"
+            raise CheckpointError(problem, change="download it again")
+        dtype = record.stored_dtype().torch
         if not content:
-            return torch.empty(stored.shape, dtype=record.stored_dtype().torch)
-        return torch.frombuffer(content, dtype=record.stored_dtype().torch).view(stored.shape)
+            return torch.empty(stored.shape, dtype=dtype)
+        return torch.frombuffer(content, dtype=dtype).view(stored.shape)

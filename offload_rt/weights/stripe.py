@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from offload_rt.errors import CheckpointError, SettingsError
@@ -61,12 +60,11 @@ def divide(records: Iterable[TensorRecord], gbps: Sequence[float]) -> list[list[
     ordered = sorted(records, key=lambda record: (_layer(record), -record.nbytes, record.name))
     shares: list[list[TensorRecord]] = [[] for _ in gbps]
     loads = [0.0] * len(gbps)
-    for _, group in groupby(ordered, _layer):
-        for record in group:
-            ends = [load + record.nbytes / rate for load, rate in zip(loads, gbps, strict=True)]
-            disk = ends.index(min(ends))
-            loads[disk] = ends[disk]
-            shares[disk].append(record)
+    for record in ordered:
+        ends = [load + record.nbytes / rate for load, rate in zip(loads, gbps, strict=True)]
+        disk = ends.index(min(ends))
+        loads[disk] = ends[disk]
+        shares[disk].append(record)
     if not all(shares):
         problem = "the checkpoint has fewer tensors than --stripe has disks"
         raise CheckpointError(problem, change="name fewer folders")

@@ -76,15 +76,13 @@ class View(LayerWeights):
 
     def vector(self, name: str) -> Tensor:
         """See `LayerWeights.vector`; kept, because norms of GGUF files are float32."""
-        vector = self._vectors.get(name)
-        if vector is None:
-            self._vectors[name] = vector = super().vector(name)
-        return vector
+        if name not in self._vectors:
+            self._vectors[name] = super().vector(name)
+        return self._vectors[name]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return products.linear(
-            x, self._weight(name), self._bias(name), self._arithmetic.allows_torch
-        )
+        allows_torch = self._arithmetic.allows_torch
+        return products.linear(x, self._weight(name), self._bias(name), allows_torch)
 
     def linears(self, x: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
         """See `LayerWeights.linears`; a single product on a GPU, to save launches, if possible."""
@@ -101,26 +99,20 @@ class View(LayerWeights):
 
     def stored(self, name: str) -> tuple[Weight, Tensor | None] | None:
         """See `LayerWeights.stored`; torch may multiply instead."""
-        if self._arithmetic.allows_torch:
-            return None
-        return self._weight(name), self._bias(name)
+        return None if self._arithmetic.allows_torch else (self._weight(name), self._bias(name))
 
     def linear_experts(
         self, x: Tensor, ends: Sequence[int], names: Sequence[Sequence[str]], experts: Sequence[int]
     ) -> Tensor:
         """See `LayerWeights.linear_experts`; in one call of the CPU library if it serves all."""
-        stack = self._expert_stack(x, names)
-        if stack is not None:
-            return linear_cpu.linear_groups(x, ends, stack, experts)
-        return super().linear_experts(x, ends, names, experts)
-
-    def _expert_stack(self, x: Tensor, names: Sequence[Sequence[str]]) -> MatrixStack | None:
-        """Return the matrices of experts for rows like x; see `ops.linear.stack`."""
         key = names[0][0]
         if key not in self._expert_stacks:
             weights = [[self._weight(name) for name in group] for group in names]
             self._expert_stacks[key] = products.stack(x, weights)
-        return self._expert_stacks[key]
+        stack = self._expert_stacks[key]
+        if stack is not None:
+            return linear_cpu.linear_groups(x, ends, stack, experts)
+        return super().linear_experts(x, ends, names, experts)
 
     def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
         """See `LayerWeights.fused`, for the tensors `<name>.<part>` in the compute dtype."""
@@ -133,25 +125,21 @@ class View(LayerWeights):
         matrices = [self.layout.matrices.get(name) for name in names]
         first = matrices[0]
         if first is None:
-            return self._stack(
-                self._tensors[f"{names[0]}.weight"], [f"{name}.weight" for name in names]
-            )
+            weights = [f"{name}.weight" for name in names]
+            return self._stack(self._tensors[weights[0]], weights)
         if not isinstance(first, QuantizedMatrix) or first.nested is not None:
             return None
-        coded = [
-            matrix
-            for matrix in matrices
-            if isinstance(matrix, QuantizedMatrix) and matrix.packing == first.packing
-        ]
+        coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         weight = first.weight(self._tensors)
         codes = self._stack(weight.codes, [matrix.codes.name for matrix in coded])
         scales = self._stack(weight.scales, [matrix.scales.name for matrix in coded])
-        if len(coded) < len(names) or codes is None or scales is None:
+        is_uniform = [matrix.packing for matrix in coded] == [first.packing] * len(names)
+        if not is_uniform or codes is None or scales is None:
             return None
         zeros = weight.zeros
         if zeros is not None:
-            points = [matrix.zeros for matrix in coded if matrix.zeros is not None]
-            packed = self._stack(zeros.codes, [point.tensor.name for point in points])
+            points = [matrix.zeros.tensor.name for matrix in coded if matrix.zeros is not None]
+            packed = self._stack(zeros.codes, points)
             if len(points) < len(names) or packed is None:
                 return None
             zeros = replace(zeros, codes=packed)
@@ -184,14 +172,12 @@ class View(LayerWeights):
         return self._tensors[key].to(self._dtype) if key in self.layout.by_name else None
 
     def _weight(self, name: str) -> Weight:
-        weight = self._matrices.get(name)
-        if weight is None:
+        if name not in self._matrices:
             matrix = self.layout.matrices.get(name)
-            stored = self._tensors
             if matrix is None:
-                weight = stored[f"{name}.weight"]
+                self._matrices[name] = self._tensors[f"{name}.weight"]
             else:
+                weight = matrix.weight(self._tensors)
                 rounds = self._arithmetic.rounds_inputs
-                weight = replace(matrix.weight(stored), rounds_inputs=rounds)
-            self._matrices[name] = weight
-        return weight
+                self._matrices[name] = replace(weight, rounds_inputs=rounds)
+        return self._matrices[name]

@@ -22,7 +22,7 @@ from offload_rt.text.detokenize import encode_chat, load_tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 CONFIG = llama_config(
-    num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=16,
+    num_hidden_layers=4, hidden_size=64, intermediate_size=96, head_dim=16,
     max_position_embeddings=256, eos_token_id=None,
 )  # fmt: skip
 
@@ -45,8 +45,6 @@ YARN = {
     "qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0,
     "qwen2.rope.scaling.original_context_length": 64,
 }  # fmt: skip
-
-
 LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
 
 
@@ -85,16 +83,14 @@ def test_every_gguf_family_is_read_and_converted(
 
 
 @pytest.mark.parametrize("choice", [
-    *(Choice(name) for name in ("gptq", "awq", "fp8", "nf4", "int-quantized")),
-    Choice("pack-quantized", desc_act=True),
+    *(Choice(name) for name in ("awq", "fp8", "nf4", "int-quantized", "float-quantized")),
+    *(Choice(name, desc_act=True) for name in ("gptq", "pack-quantized")),
+    Choice("mxfp4-pack-quantized"), Choice("gptq_v2", 3),
 ], ids=id_of)  # fmt: skip
 def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequantised):
-    """Both checkpoints have transformers' text."""
-    source = write_checkpoint(
-        tmp_path / "source",
-        CONFIG,
-        {name: 3 * tensor for name, tensor in llama_tensors(CONFIG).items()},
-    )
+    """Both checkpoints have transformers' text, from memory and from disk, plainly and drafted."""
+    tensors = {name: 3 * tensor for name, tensor in llama_tensors(CONFIG).items()}
+    source = write_checkpoint(tmp_path / "source", CONFIG, tensors)
     write(source, tmp_path / "quantised", choice)
     (tmp_path / "quantised" / "quantize_config.json").write_text("{}")
     (tmp_path / "quantised" / "chat_template.jinja").write_text("{{ messages }}")
@@ -107,11 +103,14 @@ def test_quantised_directory_has_the_reference_weights(choice, tmp_path, dequant
     assert names == {"model.safetensors", "config.json", "chat_template.jinja"}
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     prompt = prompt_of(0, vocab_size=40)
-    with open_llm(tmp_path / "quantised", dtype="float32") as llm:
-        expected = say(llm, prompt, 12)
-    with open_llm(out) as llm:
-        assert say(llm, prompt, 12) == expected
-    assert generate(AutoModelForCausalLM.from_pretrained(out).eval(), prompt, 12) == expected
+    expected = generate(AutoModelForCausalLM.from_pretrained(out).eval(), prompt, 24)
+    coded = tmp_path / "quantised"
+    for path, place, more in (
+        (coded, "disk", {}), (coded, "resident", {"draft_model": str(coded)}), (out, "resident", {})
+    ):  # fmt: skip
+        with open_llm(path, place, dtype="float32", **more) as llm:
+            assert say(llm, prompt, 24) == expected
+    assert len(set(expected)) > 5
 
 
 def test_gguf_file_becomes_a_checkpoint_with_its_tokenizer(tmp_path, dequantised):
@@ -137,29 +136,20 @@ def test_gguf_file_becomes_a_checkpoint_with_its_tokenizer(tmp_path, dequantised
     assert (special["eos_token_id"], special["pad_token_id"]) == ([2], 3)
 
 
-def test_fused_experts_are_refused(mxfp4_checkpoint, tmp_path, capfd):
+def test_failures_leave_no_directory(mxfp4_checkpoint, tmp_path, capfd, monkeypatch):
+    model = str(tmp_path / "m.gguf")
     out = str(tmp_path / "dense")
-    assert convert.main([str(mxfp4_checkpoint), "--dequantize", out]) == 2
-    assert "all experts in one tensor" in capfd.readouterr().err
-
-
-def test_failure_leaves_no_directory(tmp_path, capfd, monkeypatch):
     build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
+    for flags, message in (
+        ((model, "--dequantize", out, "--ranks", "2"), "--dequantize excludes --ranks"),
+        ((model, "--dequantize", out, "--stripe", "x"), "--dequantize excludes --stripe"),
+        ((model, "--dtype", "float32"), "--dtype is a setting of --dequantize"),
+        ((model, "--dequantize", str(tmp_path)), "has contents"),
+        ((str(mxfp4_checkpoint), "--dequantize", out), "all experts in one tensor"),
+    ):
+        assert convert.main([*flags]) == 2
+        assert message in capfd.readouterr().err
     monkeypatch.setattr(dense_checkpoint, "check_room", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        convert.main([str(tmp_path / "m.gguf"), "--dequantize", str(tmp_path / "dense")])
+        convert.main([model, "--dequantize", out])
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-
-
-@pytest.mark.parametrize(("flags", "message"), [
-    (("--dequantize", "OUT", "--ranks", "2"), "--dequantize excludes --ranks"),
-    (("--dequantize", "OUT", "--stripe", "x"), "--dequantize excludes --stripe"),
-    (("--dtype", "float32"), "--dtype is a setting of --dequantize"),
-    (("--dequantize", "IN"), "has contents"),
-])  # fmt: skip
-def test_contradictory_settings_are_refused(flags, message, tmp_path, capfd):
-    build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
-    names = {"OUT": str(tmp_path / "dense"), "IN": str(tmp_path)}
-    flags = [names.get(flag, flag) for flag in flags]
-    assert convert.main([str(tmp_path / "m.gguf"), *flags]) == 2
-    assert message in capfd.readouterr().err

@@ -66,31 +66,30 @@ def n_reads(tier):
     }
 
 
-def test_cached_experts_are_not_read_and_the_most_used_stay(files):
-    with cache_on(Host, files, 3) as (cache, tier, device):
-        # experts 0 of both layers are always needed, of the others one after the other
-        for other in (0, 0, 0, 0, 0, 0, 1, 2, 1, 2):
-            for k in range(2):
-                visit(cache, device, k, {0, other})
-    assert n_reads(tier) == {0: 1, 3: 1, 1: 2, 2: 2, 4: 2, 5: 2}
-
-
-def test_unused_experts_are_evicted(files):
-    with cache_on(Host, files, 2) as (cache, tier, device):
-        for expert in [0] * 60 + [1] * 30 + [2] + [1]:
-            visit(cache, device, 0, [expert])
-    assert n_reads(tier) == {0: 1, 1: 1, 2: 1}
+@pytest.mark.parametrize(("make", "n_slots", "requests", "expected"), [
+    # Experts 0 of both layers are always needed, of the others one after the other.
+    (Host, 3, [(k, {0, i}) for i in (0, 0, 0, 0, 0, 0, 1, 2, 1, 2) for k in range(2)],
+        {0: 1, 3: 1, 1: 2, 2: 2, 4: 2, 5: 2}),
+    # An expert that is no longer used is evicted.
+    (Host, 2, [(0, {i}) for i in [0] * 60 + [1] * 30 + [2] + [1]], {0: 1, 1: 1, 2: 1}),
+    # All experts are in host memory, beside a card that has room for two.
+    (FakeGPUWithDisk, 2, [(0, {0, 1, 2}), (1, {0, 1, 2})] * 5, dict.fromkeys(range(6), 1)),
+])  # fmt: skip
+def test_cached_experts_are_not_read_and_the_most_used_stay(
+    make, n_slots, requests, expected, files
+):
+    with cache_on(make, files, n_slots, n_on_host=6) as (cache, tier, device):
+        for k, experts in requests:
+            visit(cache, device, k, experts)
+    assert n_reads(tier) == expected
 
 
 def test_expected_experts_are_read_during_compute(files, monkeypatch):
     """After needed experts; unlikely experts are cancelled if their read has not started."""
     order = []
     trap = lambda i, n: order.append(i)  # noqa: E731
-    with (
-        monkeypatch.context() as patch,
-        cache_on(Host, files, 4, n_parallel=1, trap=trap) as (cache, tier, device),
-    ):
-        patch.setattr(expert_cache, "_AHEAD", 1.0)
+    with cache_on(Host, files, 4, n_parallel=1, trap=trap) as (cache, tier, device):
+        monkeypatch.setattr(expert_cache, "_AHEAD", 1.0)
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
@@ -98,6 +97,7 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         device.seen()
         visit(cache, device, 1, [0, 2])
     assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
+    monkeypatch.undo()
     # cached predictions leave the prefetch to missing experts
     with cache_on(Host, files, 5) as (cache, tier, device):
         visit(cache, device, 1, [0])
@@ -143,15 +143,6 @@ def test_failed_read_is_raised_and_releases_all_slots(make, files):
         visit(cache, device, 1, [0, 1, 2])
 
 
-def test_experts_in_host_memory_are_read_once(files):
-    """Beside a card that has room for two."""
-    with cache_on(FakeGPUWithDisk, files, 2, n_on_host=6) as (cache, tier, device):
-        for _ in range(5):
-            for k in range(2):
-                visit(cache, device, k, [0, 1, 2])
-    assert n_reads(tier) == dict.fromkeys(range(6), 1)
-
-
 @READING
 def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
     is_reading = threading.Event()
@@ -174,13 +165,12 @@ def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
         assert not closer.is_alive()
 
 
-# Whole models: dense first, with shared experts; in one tensor, transposed, with biases.
-KINDS = ["deepseek_v3", "gpt_oss"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
-    """Plain decoding and trees, single and batched, prompts longer than a chunk."""
+    """Plain decoding and trees, single and batched, prompts longer than a chunk.
+
+    Dense first, with shared experts; in one tensor, transposed, with biases.
+    """
     keep_steady(monkeypatch)
     model, folder = mixture_of(kind)
     prompts = [prompt_of(seed, n, 150) for seed, n in enumerate((15, 70, 3))]
@@ -269,21 +259,14 @@ def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
         feed(runner, cache, prompt, Topology.chain(15))  # brings frequencies to the card
         runner.discard(cache)
         before = counts.n_waits
-        got = feed(runner, cache, prompt, Topology.chain(15))
+        feed(runner, cache, prompt, Topology.chain(15))
         assert counts.n_waits - before == 3  # of four layers the first is dense
-        with torch.no_grad():
-            expected = model(torch.tensor([prompt]), use_cache=False).logits[0]
-        torch.testing.assert_close(
-            got.cpu(), expected, atol=2e-4 * float(expected.abs().max()), rtol=0
-        )
         text = say(llm, prompt, 8)
     assert text == generate(model, prompt, 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
-)
+@pytest.mark.parametrize(("pins", "more"), [(True, {"drafter": "recycle"}), (False, {})])
 def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch, pins, more):
     """Of 24 experts the device holds four, the host about eight, and the disk the rest."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock
@@ -313,11 +296,9 @@ def test_placement_prefers_whole_layers_then_experts(mixture_of):
     least = whole.reserved.total + 2 * whole.slot_nbytes
     with open_unloaded(folder, device_memory=least, **settings) as llm:
         plan = llm.plan
-        touched = plan.pass_bytes.experts
         assert plan.experts and not plan.is_resident and plan.device_nbytes <= least
-        assert touched == TouchedExperts(
-            "disk", 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4, n_on_host=0.0
-        )
+        sizes = 4, 8, 2, plan.experts.nbytes, plan.n_expert_slots / 4
+        assert plan.pass_bytes.experts == TouchedExperts("disk", *sizes, n_on_host=0.0)
         assert plan.pass_bytes.at(0, 1)["disk"] < sum(whole.layer_nbytes) - plan.reserved.experts
     # Less than two whole layers: rests are streamed as well, and three experts are the least.
     with pytest.raises(CapacityError) as refused:

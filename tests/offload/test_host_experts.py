@@ -4,7 +4,7 @@ import itertools
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -82,10 +82,8 @@ def test_host_computes_quantised_experts_from_their_codes(mxfp4_checkpoint, monk
 def test_host_experts_add_no_waits(mixture_of, monkeypatch, computed):
     """The routers of four layers are the only waits."""
     prompt = prompt_of(0, 15, 150)
-    with (
-        fake_gpu(monkeypatch) as counts,
-        open_touched(mixture_of("qwen3_moe")[1], 4, device="cuda") as llm,
-    ):
+    folder = mixture_of("qwen3_moe")[1]
+    with fake_gpu(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
         runner = runner_of(llm)
         feed(runner, runner.new_cache(40), prompt, Topology.chain(15))  # times experts
         assert runner.experts.host.is_on
@@ -105,38 +103,39 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
 
     monkeypatch.setattr(profile, "pass_profile", profile_passes)
     folder = mixture_of("qwen3_moe")[1]
-    with (
-        fake_gpu(monkeypatch),
-        open_touched(folder, 4, device="cuda", drafter="recycle", tree_size=4) as llm,
-    ):
+    more = {"device": "cuda", "drafter": "recycle", "tree_size": 4}
+    with fake_gpu(monkeypatch), open_touched(folder, 4, **more) as llm:
         host = runner_of(llm).experts.host
         assert host.is_on and llm.engine.cost._moved.experts.host == host.times
 
 
 @contextmanager
-def beside(seconds, n_slots):
-    """Yield the expert cache of a fake GPU, with host experts of a given speed, and the device."""
-    with cache_on(FakeGPU, None, n_slots) as (cache, tier, device):
-        cache.host = HostExperts(tier.image, lambda layout, block: block, 1.0, CPU, 1)
-        set_rates(cache.host, seconds)
-        try:
-            yield cache, device
-        finally:
-            cache.host.close()
+def host_of(cache, images, seconds):
+    """Attach host experts of a given speed to a cache."""
+    view = lambda layout, block: LayerView(0, layout, block)  # noqa: E731
+    cache.host = HostExperts(images.image, view, 1.0, CPU, 1)
+    set_rates(cache.host, seconds)
+    with closing(cache.host):
+        yield
+
+
+def nothing(x, *_):
+    """Compute nothing."""
+    return x
 
 
 def test_experts_on_all_three_tiers_are_computed(files):
     """Copied or computed on the host, each with its own bytes."""
     chance = random.Random(0)
-    with cache_on(FakeGPUWithDisk, files, 2, 4) as (cache, _, device):
+    requests = [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
+    requests += [(i % 2, chance.sample(range(3), chance.randrange(1, 4))) for i in range(12)]
+    n_computed = 0
+    with (
+        cache_on(FakeGPUWithDisk, files, 2, 4) as (cache, _, device),
+        host_of(cache, cache._host, 0.4),
+    ):
         images = cache._host
-        view = lambda layout, block: LayerView(0, layout, block)  # noqa: E731
-        cache.host = HostExperts(images.image, view, 1.0, CPU, 1)
         cache.host.release = images.release
-        set_rates(cache.host, 0.4)
-        requests = [(0, [0, 1]), (1, [0, 1]), (0, [0, 1])]
-        requests += [(i % 2, chance.sample(range(3), chance.randrange(1, 4))) for i in range(12)]
-        n_computed = 0
         for k, experts in requests:
             contents = {}
 
@@ -154,7 +153,6 @@ def test_experts_on_all_three_tiers_are_computed(files):
             assert contents == {expert: wanted(3 * k + expert) for expert in rest}
             n_computed += len(contents)
             assert not images._taken.any()
-        cache.host.close()
     assert n_computed
 
 
@@ -173,20 +171,16 @@ def visit(cache, k, experts, compute, look=lambda view: None):
 
 def test_frequently_used_experts_are_copied_to_the_device():
     """An expert used once is not copied."""
-    with beside(0.01, 2) as (cache, device):
-
-        def copied(k, experts):
-            return visit(cache, k, experts, lambda x, *_: x)[0]
-
+    with cache_on(FakeGPU, None, 2) as (cache, tier, device), host_of(cache, tier, 0.01):
         times = []
         for expert in [0] * 20 + [1] * 20:
-            times.append(copied(0, [expert]))
+            times.append(visit(cache, 0, [expert], nothing)[0])
             device.copies.synchronize()
         assert times == [set(), *[{0}] * 19, set(), *[{1}] * 19]
         n_copies = device.copies.n_copies
-        assert copied(1, [2]) == set()
+        assert visit(cache, 1, [2], nothing)[0] == set()
         assert device.copies.n_copies == n_copies
-        assert copied(0, [0, 1]) == {0, 1}
+        assert visit(cache, 0, [0, 1], nothing)[0] == {0, 1}
 
 
 def test_host_does_not_wait_for_a_running_copy(files):
@@ -196,31 +190,27 @@ def test_host_does_not_wait_for_a_running_copy(files):
     for i, layer in enumerate(stream_layers()):
         images.put(i, pack(layer))
     trap = lambda i, n: i == 3 and (go.wait(PATIENCE_S), go.set())  # noqa: E731
-    with cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_):
-        cache.host = HostExperts(images.image, lambda layout, block: block, 1.0, CPU, 1)
-
-        def copied(k, expert):
-            return visit(cache, k, [expert], lambda x, *_: x)[0]
-
-        set_rates(cache.host, 2.0)
+    with (
+        cache_on(Host, files, 3, n_parallel=1, trap=trap) as (cache, *_),
+        host_of(cache, images, 2.0),
+    ):
         cache.expect(1, [0])
-        assert copied(0, 1) == {1}  # and block 3 is being read
+        assert visit(cache, 0, [1], nothing)[0] == {1}  # and block 3 is being read
         set_rates(cache.host, 0.5)
-        assert copied(1, 0) == set()
+        assert visit(cache, 1, [0], nothing)[0] == set()
         go.set()
         wait_until(lambda: not cache._coming)
-        assert copied(1, 0) == {0}
-        cache.host.close()
+        assert visit(cache, 1, [0], nothing)[0] == {0}
 
 
 def test_host_error_is_raised_in_the_caller():
     def fail(*_):
         raise MemoryError("no room")
 
-    with beside(0.6, 3) as (cache, _):
+    with cache_on(FakeGPU, None, 3) as (cache, tier, _), host_of(cache, tier, 0.6):
         with pytest.raises(MemoryError, match="no room"):
             visit(cache, 0, [0, 1, 2], fail)
-        assert visit(cache, 1, [0, 1, 2], lambda x, *_: x)[1].keys() == {0, 1, 2}
+        visit(cache, 1, [0, 1, 2], nothing)
 
 
 def test_division_of_experts_is_optimal():

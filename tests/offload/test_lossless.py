@@ -6,8 +6,8 @@ import mmap
 import random
 import shutil
 import struct
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,17 +120,16 @@ def patterns(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def decoded(image: EncodedImage, decode: Decoder) -> dict[str, Tensor]:
-    out = guarded(image)
-    assert decode(image, out)
-    assert_unwritten(image, out)
+    with guarded(image) as out:
+        assert decode(image, out)
     return image.encoded.layout.views(out)
 
 
-def guarded(image: EncodedImage) -> Tensor:
-    return host_block(image.encoded.layout.nbytes + 64).fill_(0xA5)
-
-
-def assert_unwritten(image: EncodedImage, out: Tensor) -> None:
+@contextmanager
+def guarded(image: EncodedImage) -> Iterator[Tensor]:
+    """Memory for a decoded layer, with an end that nobody may write."""
+    out = host_block(image.encoded.layout.nbytes + 64).fill_(0xA5)
+    yield out
     assert (out[image.encoded.layout.nbytes :] == 0xA5).all(), "written past the end"
 
 
@@ -147,11 +146,7 @@ LAYER = {
     "long": normal(700, 800),  # more than a chunk
     "patterns": torch.cat((patterns(), normal(60, 12_000).view(-1), patterns().flip(0))),
     "half": torch.cat((normal(60_000).half(), patterns(torch.float16)[::16])),
-    "single": torch.cat((normal(200_001), patterns()[::32]))
-    .view(torch.int16)
-    .int()
-    .__lshift__(16)
-    .view(torch.float32),
+    "single": torch.cat((normal(200_001), patterns()[::32])).float(),
     "norm": 1 + normal(2, 33),
     "real half": torch.randn(3000, generator=torch.Generator().manual_seed(1)).half(),
     "real single": torch.randn(3000, generator=torch.Generator().manual_seed(2)),
@@ -228,12 +223,12 @@ def test_hostile_chunk_stays_within_its_bounds(decoder):
     for content in (draw.integers(0, 256, image.encoded.payload_nbytes), 255, 0, None):
         block[:] = image.block.numpy()[: len(block)]
         chunk = block[image.encoded.table_nbytes :]
-        chunk[slice(8, 20) if content is None else slice(None)] = (
-            255 if content is None else content
-        )
-        out = guarded(image)
-        decoder(replace(image, block=torch.from_numpy(block)), out)
-        assert_unwritten(image, out)
+        if content is None:
+            chunk[8:20] = 255
+        else:
+            chunk[:] = content
+        with guarded(image) as out:
+            decoder(replace(image, block=torch.from_numpy(block)), out)
 
 
 def test_lossless_op_refuses_wrong_arguments():
@@ -254,14 +249,12 @@ def test_inconsistent_chunk_is_detected(name):
     decode = decoder_of(name)
     out = host_block(image.encoded.layout.nbytes)
     whole = image.block.clone()
-    start = image.encoded.table_nbytes
-    stop = start + image.encoded.payload_nbytes
-    # starts, their end, planes
-    for first, last in ((start + 12, start + 13), (start + 16, start + 17), (stop - 24, stop)):
-        image.block[first:last] = 0
+    assert decode(image, out)
+    payload = image.block[image.encoded.table_nbytes :][: image.encoded.payload_nbytes]
+    for part in (slice(12, 13), slice(16, 17), slice(-24, None)):  # starts, their end, planes
+        payload[part] = 0
         assert not decode(image, out)
         image.block.copy_(whole)
-    assert decode(image, out)
 
 
 @pytest.fixture(scope="module")
@@ -322,9 +315,8 @@ def test_convert_resumes_and_repairs(model, converted, tmp_path, monkeypatch, ca
     before = layer_path(tmp_path, 0).stat().st_mtime_ns
     assert convert.main(arguments) == 0
     assert layer_path(tmp_path, 0).stat().st_mtime_ns == before
-    assert all(
-        path.read_bytes() == (converted / path.name).read_bytes() for path in tmp_path.iterdir()
-    )
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (converted / path.name).read_bytes()
     out, err = capfd.readouterr()
     assert "%" in out and "encoded" in err and "loaded" not in err
 
@@ -355,9 +347,8 @@ def with_lies(content: bytes, chance: random.Random) -> bytes:
     column = chance.randrange(3)
     match chance.randrange(5):
         case 0 | 1:
-            index[row, column] = chance.choice(
-                (*odd, index[row, column] ^ 24, index[row, column] ^ 8)
-            )
+            number = index[row, column]
+            index[row, column] = chance.choice((*odd, number ^ 24, number ^ 8))
         case 2:
             metadata[chance.choice(list(metadata))] = chance.choice(("", "1", "x"))
         case 3:
@@ -378,10 +369,8 @@ def test_hostile_sidecars_are_refused_or_exact(model, converted, tmp_path):
     for seed in range(400):
         chance = random.Random(seed)
         n = len(whole) if chance.random() < 0.7 else 8 + struct.unpack("<Q", whole[:8])[0]
-        lies = seed % 4 == 0
-        path.write_bytes(
-            with_lies(whole, chance) if lies else spoil_bytes(whole[:n], chance) + whole[n:]
-        )
+        spoilt = spoil_bytes(whole[:n], chance) + whole[n:]
+        path.write_bytes(spoilt if seed % 4 else with_lies(whole, chance))
         try:
             (block,) = blocks_of([read_layer(path, identity, 2, sound.encoded.layout)])
         except OffloadError as error:
@@ -404,10 +393,7 @@ def run(model: Path, **settings: object) -> tuple[list[int], int]:
 
 @pytest.fixture(autouse=True)
 def _slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set rates that favour a sidecar on any machine, and shrink the buffers.
-
-    Buffers could hold the whole test model.
-    """
+    """Rates favour a sidecar on any machine; buffers cannot hold the whole test model."""
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 8192)
     measure(monkeypatch, LinkRates(link_gbps=1.0, decode_gbps=100.0))
 
@@ -425,11 +411,8 @@ def budget(model: Path, **settings: object) -> int:
 
 
 def test_lossless_tokens_equal_raw_with_fewer_bytes(model, converted):
-    place = {"device": "cpu", "sidecar": str(converted)}
-    raw_place = {"device": "cpu", "link_format": "raw"}
-    encoded = run(model, **place, device_memory=budget(model, **place))
-    least = budget(model, **raw_place)
-    raw = run(model, **raw_place, device_memory=least)
+    places = {"device": "cpu", "sidecar": str(converted)}, {"device": "cpu", "link_format": "raw"}
+    encoded, raw = (run(model, **how, device_memory=budget(model, **how)) for how in places)
     exact = CASES["mistral"].build(0, torch.bfloat16).float()
     assert encoded[0] == raw[0] == generate(exact, prompt_of(0), N_NEW)
     assert encoded[1] < 0.78 * raw[1]  # chunks this small are padded
@@ -491,26 +474,27 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
     layers = open_sidecar(checkpoint, converted)
     measured, decoded, decode = [], [], lossless.decode
 
+    def kept(*parts: object) -> bool:
+        decoded.append(decode(*parts))
+        return decoded[-1]
+
     def clock(device: torch.device, work: Callable[[], object]) -> list[float]:
         measured.append("decoder")
         return [2e-6, 1e-6, 4e-6] if work() else []
 
-    monkeypatch.setattr(
-        lossless, "decode", lambda *parts: decoded.append(decode(*parts)) or decoded[-1]
-    )
+    monkeypatch.setattr(lossless, "decode", kept)
     monkeypatch.setattr(profile, "timed", clock)
     monkeypatch.setattr(profile, "link_gbps", lambda *_: measured.append("link") or 3.0)
     expected = LinkRates(3.0, layers[0].encoded.layout.nbytes / 2e-6 / 1e9)
     path = tmp_path / "offload_rt" / "link.json"
-    for is_damaged in (False, True):
-        if is_damaged:
-            path.write_text(path.read_text().replace("3.0", "4.0"))
-        measured.clear()
+    for _ in range(2):
         for _ in range(2):
             rates = link_rates.measured_rates(checkpoint, layers, torch.device("cpu"))
             assert rates == expected and sorted(measured) == ["decoder", "link"]
-        if not is_damaged:
-            assert len(decoded) == len(layers[0].encoded.chunks) and all(decoded)
+        assert len(decoded) == len(layers[0].encoded.chunks) and all(decoded)
+        path.write_text(path.read_text().replace("3.0", "4.0"))
+        measured.clear()
+        decoded.clear()
 
 
 def test_cuda_rates_use_the_device_link_and_kernel(model, converted, monkeypatch, tmp_path):
@@ -524,11 +508,11 @@ def test_cuda_rates_use_the_device_link_and_kernel(model, converted, monkeypatch
         decode(block, n_chunks, out)
         outputs.append(out)
 
+    monkeypatch.setattr(lossless, "decode_block", kept)
+    monkeypatch.setattr(profile, "timed", lambda device, work: (work() and []) or [1e-6])
+    monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
     with fake_gpu(monkeypatch, has_kernels=True):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-        monkeypatch.setattr(lossless, "decode_block", kept)
-        monkeypatch.setattr(profile, "timed", lambda device, work: (work() and []) or [1e-6])
-        monkeypatch.setattr(profile, "upload_gbps", lambda device: 25.0)
         rates = link_rates.measured_rates(open_checkpoint(model), layers, torch.device("cuda", 0))
     layout = layers[0].encoded.layout
     assert rates == LinkRates(25.0, layout.nbytes / 1e-6 / 1e9)

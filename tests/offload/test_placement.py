@@ -23,11 +23,9 @@ from offload_rt.offload.placement import (
 def check(plan: Plan, layers: list[int], need: ReservedMemory, budget: MemoryBudget) -> None:
     """Assert that a plan is within its budget and predicts the bytes of a pass."""
     assert plan.layer_nbytes == tuple(layers) and len(plan.tiers) == len(layers)
-    assert set(plan.tiers) <= {"device", "host", "disk"}
-    of = {
-        tier: sum(n for name, n in zip(plan.tiers, layers, strict=True) if name == tier)
-        for tier in ("device", "host", "disk")
-    }
+    of = dict.fromkeys(("device", "host", "disk"), 0)
+    for tier, n in zip(plan.tiers, layers, strict=True):
+        of[tier] += n
     reserved = need.non_layer + need.cache + need.scratch
     used = reserved + of["device"] + plan.n_slots * max(layers)
     assert used == plan.device_nbytes <= budget.device and of["host"] <= budget.host
@@ -41,12 +39,7 @@ LAYERS = st.one_of(
     st.lists(st.integers(1, 1000), min_size=1, max_size=40),
     st.builds(lambda n, nbytes: [nbytes] * n, st.integers(1, 90), st.integers(1, 10**9)),
 )
-NEED = st.builds(
-    ReservedMemory,
-    non_layer=st.integers(0, 5000),
-    cache=st.integers(0, 5000),
-    scratch=st.integers(0, 5000),
-)
+NEED = st.builds(ReservedMemory, *[st.integers(0, 5000)] * 3)
 
 
 @given(layers=LAYERS, need=NEED, share=st.floats(0, 1.5), host=st.integers(0, 10**10))
@@ -66,13 +59,10 @@ def test_plan_stays_within_its_budgets(layers, need, share, host):
     assert unified.tiers.count("device") == plan.tiers.count("device")
 
 
-@given(
-    layers=LAYERS,
-    need=NEED,
-    share=st.floats(0, 1),
-    host=st.floats(0, 1.2),
-    buffers=st.integers(0, 1000),
-)
+SHARE, HOST, BUFFERS = st.floats(0, 1), st.floats(0, 1.2), st.integers(0, 1000)
+
+
+@given(layers=LAYERS, need=NEED, share=SHARE, host=HOST, buffers=BUFFERS)
 def test_host_layers_and_disk_slots_stay_within_the_host_budget(layers, need, share, host, buffers):
     budget = least_budget(layers, need) + int(share * sum(layers))
     beside = MemoryBudget(budget, int(host * sum(layers)), has_card=True, buffers=buffers)

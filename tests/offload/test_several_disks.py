@@ -19,6 +19,7 @@ from offload_rt.errors import CheckpointError, LinkError
 from offload_rt.offload import mirrors as mirrors_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.mirrors import DirectFiles, Disk, Mirrors
+from offload_rt.offload.tier import read_parallel
 from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import tensors_of
 from offload_rt.weights.layout import host_block
@@ -38,17 +39,13 @@ def prefer(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     monkeypatch.setattr(Disk, "seconds", lambda disk, _: not str(disk).endswith(folder))
 
 
-def fail(monkeypatch: pytest.MonkeyPatch, folder: Path, after: int = 0) -> None:
-    """Let reads of files in a folder fail, except for the first `after` reads."""
+def fail(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let reads of files in a folder fail."""
     read = os.preadv
-    n_read = 0
 
     def preadv(file, buffers, offset):
-        nonlocal n_read
         if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
-            n_read += 1
-            if n_read > after:
-                raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.EIO, "Input/output error")
         return read(file, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -88,17 +85,15 @@ def test_blocks_are_complete_while_a_disk_fails(broken, mirrored, monkeypatch, c
         prefer(monkeypatch, broken)
         fail(monkeypatch, mirrors.root.parent / broken)
     for i, layer in enumerate(some_layers()):
-        layout = tier.layout(i)
-        block = host_block(layout.nbytes)
-        for read in tier.reads(i, block):
-            read()
-        for name, tensor in layer.items():
-            assert raw_bytes(layout.by_name[name].view(block)) == raw_bytes(tensor)
+        block = host_block(tier.layout(i).nbytes)
+        read_parallel(tier.reads(i, block), 1)
+        for name, tensor in tier.layout(i).views(block).items():
+            assert raw_bytes(tensor) == raw_bytes(layer[name])
     told = capfd.readouterr().err
     assert told.count("is no longer read") == (broken is not None)
     assert broken is None or f"{broken} is no longer read" in told
     fail(monkeypatch, mirrors.root.parent)
-    with pytest.raises(LinkError, match="Input/output error"):
+    with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
         tier.reads(0, host_block(tier.layout(0).nbytes))[0]()
     tier.close()
 
@@ -106,12 +101,10 @@ def test_blocks_are_complete_while_a_disk_fails(broken, mirrored, monkeypatch, c
 def test_changed_mirror_is_dropped(mirrored, monkeypatch, capfd):
     layers, mirrors = mirrored
     prefer(monkeypatch, "second")
-    tier = DiskTier(layers, mirrors=mirrors)
-    for path in mirrors.folders[0].iterdir():
-        os.utime(path, (1, 1))
-    for read in tier.reads(0, host_block(tier.layout(0).nbytes)):
-        read()
-    tier.close()
+    with closing(DiskTier(layers, mirrors=mirrors)) as tier:
+        for path in mirrors.folders[0].iterdir():
+            os.utime(path, (1, 1))
+        read_parallel(tier.reads(0, host_block(tier.layout(0).nbytes)), 1)
     assert capfd.readouterr().err.count("changed while in use") == 1
 
 
@@ -197,24 +190,20 @@ def test_requests_alternate_between_folders(model, tmp_path, striped_to):
             assert abs(count - n * counts[folder] / len(folders)) <= 1
 
 
-def test_full_disk_leaves_no_partial_file(model, tmp_path, striped_to, monkeypatch):
+def test_failures_leave_no_partial_file(model, tmp_path, striped_to, monkeypatch):
+    """Other conversions at once, a full disk, and missing room before writing."""
+
     def full(*_: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "sendfile", full)
     striped = tmp_path / "striped"
+    for flags in (("--ranks", "2"), ("--link-format", "raw")):
+        code, _, err = striped_to(model, striped, *flags)
+        assert code == 2 and "--stripe" in err
+    monkeypatch.setattr(os, "sendfile", full)
     code, _, err = striped_to(model, striped)
     assert code != 0 and "No space left" in err and "Traceback" not in err
-    assert not list(striped.glob("disk-*"))
-
-
-def test_missing_room_is_reported_before_writing(model, tmp_path, striped_to, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    code, _, err = striped_to(model, tmp_path / "striped")
+    code, _, err = striped_to(model, striped)
     assert code == 2 and "free" in err and "name a folder on another disk" in err
-
-
-@pytest.mark.parametrize("flags", [("--ranks", "2"), ("--link-format", "raw")])
-def test_stripe_refuses_other_conversions(model, tmp_path, striped_to, flags):
-    code, _, err = striped_to(model, tmp_path / "x", *flags)
-    assert code == 2 and "--stripe" in err
+    assert not list(striped.glob("disk-*"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,53 +19,21 @@ from hypothesis import strategies as st
 from support.checkpoints import pack
 from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.programs import wait_until
-from support.streams import (
-    N_LAYERS,
-    FakeGPU,
-    Host,
-    RealGPU,
-    Watched,
-    stream_layers,
-    wanted,
-)
-from torch import Tensor
+from support.streams import N_LAYERS, FakeGPU, Host, RealGPU, Watched, stream_layers, wanted
 
 from offload_rt.errors import LinkError
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_cuda import CudaStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
-from offload_rt.offload.tier import Read, Tier
+from offload_rt.offload.tier import Tier
 from offload_rt.system.trace import Trace
-from offload_rt.weights.layout import Layout
 
 KINDS = ("device", "host", "unpinned", "disk")
 # Devices: what a block is computed on, and how a test looks at a block as compute does.
 every_bench = pytest.mark.parametrize(
     "make", [FakeGPU, pytest.param(RealGPU, marks=pytest.mark.cuda), Host]
 )
-
-
-class Chosen:
-    """Some layers of a tier, in any order."""
-
-    def __init__(self, source: Tier, order: Sequence[int]) -> None:
-        self.n_parallel = source.n_parallel
-        self._source = source
-        self._order = order
-
-    def layout(self, i: int) -> Layout:
-        return self._source.layout(self._order[i])
-
-    def reads(self, i: int, into: Tensor) -> list[Read]:
-        return self._source.reads(self._order[i], into)
-
-
-class _Pinned(MemoryTier):
-    """Layers that a pretended device copies by itself."""
-
-    def is_pinned(self, i: int) -> bool:
-        return True
 
 
 def build_sources(
@@ -76,7 +45,8 @@ def build_sources(
 ) -> tuple[LayerSources, list[Tier]]:
     """Return sources with layer i in a tier of kind `kinds[i]`, and the streamed tiers."""
     resident = MemoryTier()
-    host = MemoryTier(register=True) if isinstance(device, RealGPU) else _Pinned()
+    is_real = isinstance(device, RealGPU)
+    host = MemoryTier(register=is_real, owns_pinned=not is_real)
     made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
     for i, kind in enumerate(kinds):
         if kind == "device":
@@ -109,10 +79,8 @@ class Bench:
         seen = self.device.seen()
         assert [i for i, _ in seen] == [i for i in order for _ in range(2)]
         for i, got in seen:
-            assert got == wanted(i), (
-                f"layer {i} has the bytes of"
-                f" {[j for j in range(N_LAYERS) if wanted(j) == got] or 'none'}"
-            )
+            same = [j for j in range(N_LAYERS) if wanted(j) == got]
+            assert got == wanted(i), f"layer {i} has the bytes of {same or 'none'}"
 
 
 @contextmanager
@@ -240,12 +208,9 @@ def test_next_pass_is_prefetched_up_to_the_slots(make, n_slots, files):
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 def test_queued_copies_never_exceed_the_slots(n_slots, files):
     with bench(FakeGPU, files, ("host",) * N_LAYERS, n_slots) as b:
-        n_done = 0
-        for _ in range(2):
-            for block in b.streamer.sweep():
-                wait_until(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
-                b.device.look(block)
-                n_done += 1
+        for n_done, block in enumerate(itertools.chain(b.streamer.sweep(), b.streamer.sweep())):
+            wait_until(lambda n=n_done + n_slots: b.device.copies.n_copies == n)
+            b.device.look(block)
 
 
 def test_failing_device_is_raised_by_the_pass(files, monkeypatch):
@@ -309,24 +274,22 @@ def test_close_waits_for_a_running_read(make, files):
 @every_bench
 def test_sweep_of_a_closed_streamer_raises(make, files):
     """For example when an LLM is closed while a stream of it is in use."""
+    ended = []
+
+    def go_on(sweep: Iterator[LayerView]) -> None:
+        with pytest.raises(LinkError):
+            next(sweep)
+        ended.append(sweep)
+
     with bench(make, files) as b:
         held = b.streamer.sweep()
         next(held)
         b.streamer.close()
         for sweep in (held, b.streamer.sweep()):
-            ended: list[BaseException] = []
-
-            def go_on(sweep: Any = sweep, ended: list[BaseException] = ended) -> None:
-                try:
-                    next(sweep)
-                except BaseException as error:
-                    ended.append(error)
-
-            thread = threading.Thread(target=go_on, daemon=True)
+            thread = threading.Thread(target=go_on, args=(sweep,), daemon=True)
             thread.start()
             thread.join(PATIENCE_S)
-            assert not thread.is_alive(), "the sweep waits for ever"
-            assert isinstance(ended[0], LinkError)
+            assert sweep in ended, "the sweep waits for ever"
 
 
 @every_bench
@@ -361,31 +324,30 @@ def test_meter_counts_each_device_copy_once(make, kinds, files):
     with bench(make, files, kinds, n_slots if set(kinds) != {"device"} else 0) as b:
         for _ in range(n_sweeps):
             b.sweep()
-        packed = [
-            pack(layer).layout
-            for layer, kind in zip(stream_layers(), kinds, strict=True)
-            if kind != "device"
-        ]
-        if not packed:
-            assert (*b.streamer.meter.read(), b.streamer.meter.waited_s) == (0, 0.0, 0.0)
+        meter = b.streamer.meter
+        n_streamed = len(kinds) - kinds.count("device")
+        if not n_streamed:
+            assert (*meter.read(), meter.waited_s) == (0, 0.0, 0.0)
         elif make is not Host:
-            n_copied = b.streamer.meter.read()[0]
-            least = sum(slot.nbytes for layout in packed for slot in layout.entries)
-            most = sum(layout.nbytes for layout in packed)
+            layout = pack(stream_layers()[0]).layout  # all layers have the same
+            least = n_sweeps * n_streamed * sum(slot.nbytes for slot in layout.entries)
             # Copies of the next pass may have been counted.
-            ahead = n_slots * max(layout.nbytes for layout in packed)
-            assert n_sweeps * least <= n_copied <= n_sweeps * most + ahead
+            most = (n_sweeps * n_streamed + n_slots) * layout.nbytes
+            assert least <= meter.read()[0] <= most
 
 
 @every_bench
 def test_set_sources_applies_from_the_next_sweep(make, files):
     """Streamed cache rows change their selection and order while old copies arrive."""
     with bench(make, files, late_s=0.001) as b:
+        source = b.tiers[0]
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
-            tier = Chosen(b.tiers[0], order)
-            b.streamer.set_sources(
-                LayerSources(MemoryTier(), (tier,) * len(order), 3, n_host_slots=3)
+            tier = SimpleNamespace(
+                n_parallel=source.n_parallel,
+                layout=lambda i, order=order: source.layout(order[i]),
+                reads=lambda i, into, order=order: source.reads(order[i], into),
             )
+            b.streamer.set_sources(LayerSources(MemoryTier(), (tier,) * len(order), 3, 3))
             for _ in range(2):
                 for block in b.streamer.sweep():
                     b.device.look(block)
@@ -398,14 +360,14 @@ def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
     with bench(FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
         b.sweep()
         waits = []
-        copy = b.streamer.device.copy
-        sources = b.streamer._sources
-        monkeypatch.setattr(
-            b.streamer.device,
-            "copy",
-            lambda moves, after: waits.append(after.is_recorded) or copy(moves, after),
-        )
-        b.streamer.set_sources(sources)
+        copy = b.device.copies.copy
+
+        def recorded(moves: Any, after: Any) -> Any:
+            waits.append(after.is_recorded)
+            return copy(moves, after)
+
+        monkeypatch.setattr(b.device.copies, "copy", recorded)
+        b.streamer.set_sources(b.streamer._sources)
         b.sweep()
     assert len(waits) >= N_LAYERS and all(waits)
 

@@ -5,7 +5,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import raw_bytes, write_file
-from support.layers import NAMES, on_disk, some_layers
+from support.checkpoints import raw_bytes
+from support.layers import on_disk, some_layers
 from support.programs import wait_until
 from torch import Tensor
 
 from offload_rt.errors import LinkError
 from offload_rt.offload import mirrors
-from offload_rt.offload import tier as tier_module
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import pin
 from offload_rt.offload.tier import Tier, done_ahead, read_parallel
-from offload_rt.weights.header import read_header
-from offload_rt.weights.layout import BlockRecord, host_block
+from offload_rt.weights.layout import host_block
 
 
 def filled(tier: Tier, i: int, n_parallel: int = 1) -> dict[str, Tensor]:
@@ -49,42 +48,15 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     )
 
 
-def test_threads_start_no_read_after_an_error(monkeypatch):
-    flags: list[threading.Event] = []
-
-    class Recorded(threading.Event):
-        def __init__(self) -> None:
-            super().__init__()
-            flags.append(self)
-
-    error = LinkError("gone")
-    is_reading = threading.Event()
-    monkeypatch.setattr(tier_module.threading, "Event", Recorded)
-    done = []
-
-    def slow() -> int:
-        is_reading.set()
-        return int(flags[0].wait(5))
-
-    def fails() -> int:
-        assert is_reading.wait(5)
-        raise error
-
-    late = [lambda: done.append(1) or 1] * 9
-    with pytest.raises(LinkError) as caught:
-        read_parallel([slow, fails, *late], 2)
-    assert caught.value is error
-    assert not done
-
-
-def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
+@pytest.mark.parametrize("kind", [LinkError, KeyboardInterrupt])
+def test_error_cancels_waiting_reads_and_waits_for_running_reads(kind, monkeypatch):
     shutdown = ThreadPoolExecutor.shutdown
     is_given_up = threading.Event()
     begun: list[int] = []
     ended: list[int] = []
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def fails() -> int:
+        raise kind("gone")
 
     def read() -> int:
         begun.append(1)
@@ -93,41 +65,33 @@ def test_interrupted_read_parallel_leaves_no_read_running(monkeypatch):
         ended.append(1)
         return 1
 
-    def given_up(pool: ThreadPoolExecutor, *arguments: bool, **how: bool) -> None:
+    def given_up(pool: ThreadPoolExecutor, wait: bool = True, cancel_futures: bool = False) -> None:
+        shutdown(pool, False, cancel_futures=cancel_futures)
         is_given_up.set()
-        shutdown(pool, *arguments, **how)
+        shutdown(pool, wait)
 
-    monkeypatch.setattr(Future, "result", interrupted)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", given_up)
-    with pytest.raises(KeyboardInterrupt):
-        read_parallel([read] * 9, 3)
+    with pytest.raises(kind, match="gone"):
+        read_parallel([fails, *[read] * 9], 3)
     assert len(ended) == len(begun) <= 3
 
 
 def test_done_ahead_works_one_ahead_in_order():
+    """And releases returned results, which are layers of gigabytes."""
     begun: list[int] = []
 
-    def work(i: int) -> int:
+    def work(i: int) -> Tensor:
         begun.append(i)
-        return i
+        return torch.tensor(i)
 
     for i, result in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
         n_begun = min(i + 2, 5)
         wait_until(lambda n=n_begun: len(begun) >= n)
-        assert (result, len(begun)) == (i, n_begun)
-    assert list(done_ahead([], "works")) == []
-
-
-class _Held:
-    pass
-
-
-def test_done_ahead_releases_returned_results():
-    """It is a layer of gigabytes."""
-    for result in done_ahead([_Held] * 3, "works"):
+        assert (int(result), len(begun)) == (i, n_begun)
         held = weakref.ref(result)
         del result
         assert held() is None
+    assert list(done_ahead([], "works")) == []
 
 
 class _Refusal:
@@ -191,50 +155,30 @@ def test_tensors_can_be_anywhere_in_any_file(
 
 
 def test_adjacent_tensors_are_read_together(tmp_path):
-    layers = some_layers(1)
-    write_file(tmp_path / "one.safetensors", layers[0])
-    records = read_header(tmp_path / "one.safetensors")
-    tier = DiskTier([BlockRecord(tuple(records[name] for name in NAMES))])
-    assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
-    tier.close()
+    with closing(DiskTier(on_disk(tmp_path, some_layers(1)))) as tier:
+        assert len(tier.reads(0, host_block(tier.layout(0).nbytes))) == 1
 
 
 @pytest.mark.parametrize("n_lost", [1, 512, 4096, 4097, 10_000, 10**9])
 def test_file_truncated_after_opening_raises_link_error(place, n_lost):
-    layers = some_layers()
-    records = on_disk(place, layers)
-    tier = DiskTier(records, ReadSettings(4096, 2))
+    records = on_disk(place, some_layers())
     path = records[0].tensors[0].path
-    os.truncate(path, max(path.stat().st_size - n_lost, 0))
-    # also those of which nothing is lost: the file is no longer the one that was checked
-    for i in range(len(layers)):
-        with pytest.raises(LinkError, match=path.name):
-            filled(tier, i, 2)
-    tier.close()
-
-
-def test_refused_read_raises_link_error(tmp_path, monkeypatch):
-    def refused(*args: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    tier = DiskTier(on_disk(tmp_path, some_layers()))
-    monkeypatch.setattr(mirrors.os, "preadv", refused)
-    with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
-        filled(tier, 0)
-    tier.close()
+    with closing(DiskTier(records, ReadSettings(4096, 2))) as tier:
+        os.truncate(path, max(path.stat().st_size - n_lost, 0))
+        # also those of which nothing is lost: the file is no longer the one that was checked
+        for i in range(len(records)):
+            with pytest.raises(LinkError, match=path.name):
+                filled(tier, i, 2)
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
     """A signal or a busy disk may end a read early."""
     whole = os.preadv
     layers = some_layers()
-    tier = DiskTier(on_disk(tmp_path, layers, n_files=2))
-    monkeypatch.setattr(
-        mirrors.os, "preadv", lambda file, views, at: whole(file, [views[0][:4096]], at)
-    )
-    for i, layer in enumerate(layers):
-        assert same(filled(tier, i), layer)
-    tier.close()
+    short = lambda file, views, at: whole(file, [views[0][:4096]], at)  # noqa: E731
+    monkeypatch.setattr(mirrors.os, "preadv", short)
+    with closing(DiskTier(on_disk(tmp_path, layers, n_files=2))) as tier:
+        assert all(same(filled(tier, i), layer) for i, layer in enumerate(layers))
 
 
 def test_close_and_failed_open_release_the_files(tmp_path):

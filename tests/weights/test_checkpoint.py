@@ -55,15 +55,11 @@ def _sharded(directory: Path) -> Path:
     return write_sharded(directory, config, tensors, dealt(tensors, 2))
 
 
-def _refused(directory: Path, kind: type[OffloadError], *words: str) -> None:
-    with pytest.raises(OffloadError) as caught:
+def _refused(directory: Path, kind: type[OffloadError], pattern: str) -> None:
+    with pytest.raises(kind, match=pattern) as caught:
         open_checkpoint(directory)
-    assert type(caught.value) is kind
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
+    assert type(caught.value) is kind and caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [_single, _sharded])
@@ -79,11 +75,8 @@ def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
         assert [record.name for record in layer] == [f"model.layers.{i}.{name}" for name in wanted]
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert [record.name for record in checkpoint.non_layer] == names
-    for record in (
-        record for block in (*checkpoint.layers, checkpoint.non_layer) for record in block
-    ):
-        content = record.path.read_bytes()[record.start : record.stop]
-        assert content == raw_bytes(tensors[record.name]), record.name
+    for record in checkpoint.records:
+        assert record.read(0, record.nbytes) == raw_bytes(tensors[record.name]), record.name
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -106,144 +99,106 @@ def test_auto_map_is_ignored_and_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def _config_text(text: str) -> Callable[[Path], None]:
-    return lambda directory: (directory / "config.json").write_text(text) and None
-
-
-@pytest.mark.parametrize(("spoil", "words"), [
-    (lambda directory: (directory / "config.json").unlink(), ["config.json", "No such file"]),
-    (_config_text("{"), ["config.json", "not JSON"]),
-    (_config_text("[" * 100_000), ["config.json", "not JSON"]),
-    (_config_text("[1]"), ["config.json", "object"]),
-    (lambda directory: (directory / "config.json").write_bytes(b"\xff\xfe\x00"), ["config.json",
-        "not JSON"]),
+@pytest.mark.parametrize(("content", "pattern"), [
+    (None, "No such file"), (b"{", "not JSON"), (b"[" * 100_000, "not JSON"), (b"[1]", "object"),
+    (b"\xff\xfe\x00", "not JSON"),
 ], ids=["missing", "cut", "deep", "list", "binary"])  # fmt: skip
-def test_unreadable_config_is_refused(spoil, words, tmp_path):
-    _single(tmp_path)
-    spoil(tmp_path)
-    _refused(tmp_path, CheckpointError, *words)
+def test_unreadable_config_is_refused(content, pattern, tmp_path):
+    path = _single(tmp_path) / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    _refused(tmp_path, CheckpointError, rf"config\.json.*{pattern}")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"frobnicate": 1}, ["'frobnicate'"]),
-        ({"model_type": "gpt_new"}, ["'gpt_new'", "transformers"]),
-        ({"model_type": None}, ["model_type"]),
-        ({"model_type": ["llama"]}, ["model_type"]),
-        ({"model_type": "_spec"}, ["'_spec'"]),
-        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification"]),
-        ({"quantization_config": {"quant_method": "exl3"}}, ["'quantization_config'"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope"]),
-        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, ["wobble"]),
-        ({"rope_scaling": {"rope_type": "linear"}}, ["factor"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope"]),
-        ({"rope_theta": "big"}, ["rope_theta"]),
-        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"num_hidden_layers": None}, ["'num_hidden_layers'"]),
-        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
-        ({"num_hidden_layers": "3"}, ["num_hidden_layers"]),
-        ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
-        ({"head_dim": 3}, ["head_dim"]),
-        ({"head_dim": 10**12}, ["head_dim"]),
-        ({"num_hidden_layers": 10**12}, ["num_hidden_layers"]),
-        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
-        ({"torch_dtype": "int8"}, ["int8"]),
-        ({"torch_dtype": "float7"}, ["float7"]),
-    ],
-    ids=lambda value: (
-        "-".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else ""
-    ),
-)
-def test_unsupported_config_is_refused(changes, words, tmp_path):
-    _single(tmp_path, **changes)
-    _refused(tmp_path, UnsupportedModelError, *words)
-
-
-@pytest.mark.parametrize(("names", "words"), [
-    ((), ["no weights at all"]),
-    (("pytorch_model.bin",), ["pytorch_model.bin", "safetensors.torch.save_file"]),
-    (("x.gguf",), ["x.gguf"]),
+@pytest.mark.parametrize(("changes", "pattern"), [
+    ({"frobnicate": 1}, "'frobnicate'"),
+    ({"model_type": "gpt_new"}, "'gpt_new'.*transformers"),
+    *(({"model_type": kind}, "model_type") for kind in (None, ["llama"])),
+    ({"model_type": "_spec"}, "'_spec'"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"quantization_config": {"quant_method": "exl3"}}, "'quantization_config'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "wobble": 1}}, "wobble"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope"),
+    ({"rope_theta": "big"}, "rope_theta"),
+    ({"hidden_act": "gelu"}, "(?s)(?=.*gelu)(?=.*silu)"),
+    *(({"num_hidden_layers": n}, "num_hidden_layers") for n in (None, 0, "3", 10**12)),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    *(({"head_dim": n}, "head_dim") for n in (3, 10**12)),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    *(({"torch_dtype": name}, name) for name in ("int8", "float7")),
 ])  # fmt: skip
-def test_directory_without_safetensors_is_refused(names, words, tmp_path):
+def test_unsupported_config_is_refused(changes, pattern, tmp_path):
+    _single(tmp_path, **changes)
+    _refused(tmp_path, UnsupportedModelError, pattern)
+
+
+@pytest.mark.parametrize(("name", "pattern"), [
+    ("notes", "no weights at all"), ("x.gguf", "x.gguf"),
+    ("pytorch_model.bin", r"pytorch_model.bin.*safetensors\.torch\.save_file"),
+])  # fmt: skip
+def test_directory_without_safetensors_is_refused(name, pattern, tmp_path):
     _single(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    for name in names:
-        (tmp_path / name).write_bytes(b"\x80\x04.")
-    _refused(tmp_path, CheckpointError, *words)
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    _refused(tmp_path, CheckpointError, pattern)
 
 
-def _edit_index(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    index = json.loads((directory / INDEX).read_text())
-    edit(index)
-    (directory / INDEX).write_text(json.dumps(index))
-
-
-def _swap(index: dict[str, Any]) -> None:
-    where = index["weight_map"]
+def _swap(where: dict[str, Any]) -> None:
     where[DOWN] = SHARD_1 if where[DOWN] == SHARD_2 else SHARD_2
 
 
-@pytest.mark.parametrize(("edit", "words"), [
-    (_swap, [DOWN, "but it is not"]),
-    (lambda index: index["weight_map"].update({"model.layers.0.ghost.weight": SHARD_1}),
-        ["ghost", SHARD_1]),
-    (lambda index: index["weight_map"].pop(DOWN), [DOWN, "missing"]),
-    (
-        lambda index: index["weight_map"].update({DOWN: "model-00003-of-00002.safetensors"}),
-        ["model-00003", "missing"],
-    ),
-    (lambda index: index.pop("weight_map"), ["weight_map"]),
-    (lambda index: index["weight_map"].clear(), ["weight_map"]),
-    (lambda index: index.update(weight_map=[1]), ["weight_map"]),
-    (lambda index: index["weight_map"].update({DOWN: 7}), [DOWN]),
-    (lambda index: index["weight_map"].update({DOWN: "a\nb.safetensors"}), ["missing"]),
-    *(
-        (lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
-            [DOWN, "no file name"])
-        for shard in ("../outside.safetensors", "/etc/outside.safetensors",
-            "sub/inside.safetensors")
-    ),
-    *((lambda index, shard=shard: index["weight_map"].update({DOWN: shard}),
-        []) for shard in ("..", "", "w.bin")),
+@pytest.mark.parametrize(("edit", "pattern"), [
+    (_swap, f"{DOWN}.*but it is not"),
+    (lambda where: where.update({"model.layers.0.ghost.weight": SHARD_1}), f"ghost.*{SHARD_1}"),
+    (lambda where: where.pop(DOWN), f"{DOWN}.*missing"),
+    (lambda where: where.update({DOWN: "model-00003-of-00002.safetensors"}), "00003.*missing"),
+    (lambda where: where.clear(), "weight_map"),
+    *((lambda where, shard=shard: where.update({DOWN: shard}), pattern) for shard, pattern in (
+        (7, DOWN), ("a\nb.safetensors", "missing"), ("..", ""), ("", ""), ("w.bin", ""),
+        ("../outside.safetensors", f"{DOWN}.*no file name"),
+        ("/etc/outside.safetensors", "no file name"), ("sub/inside.safetensors", "no file name"),
+    )),
 ])  # fmt: skip
-def test_invalid_index_is_refused(edit, words, tmp_path):
-    _sharded(tmp_path / "model")
+def test_invalid_index_is_refused(edit, pattern, tmp_path):
+    index = _sharded(tmp_path / "model") / INDEX
     for place in (tmp_path, tmp_path / "model"):
         (place / "sub").mkdir(exist_ok=True)
         write_file(place / "sub" / "inside.safetensors", {})
         write_file(place / "outside.safetensors", {})
-    _edit_index(tmp_path / "model", edit)
-    _refused(tmp_path / "model", CheckpointError, *words)
+    where = json.loads(index.read_text())["weight_map"]
+    edit(where)
+    index.write_text(json.dumps({"weight_map": where}))
+    _refused(tmp_path / "model", CheckpointError, pattern)
+    for content in ({}, {"weight_map": [1]}):
+        index.write_text(json.dumps(content))
+        _refused(tmp_path / "model", CheckpointError, "weight_map")
 
 
-_UNEXPECTED = {
-    "missing": (lambda x: x.pop(DOWN), [DOWN, "missing"]),
-    "no head": (lambda x: x.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
-    "extra": (lambda x: x.update({"model.layers.1.extra.weight": torch.ones(2)}),
-        ["model.layers.1.extra.weight"]),
-    "extra bias": (lambda x: x.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}),
-        ["q_proj.bias"]),
-    "misshapen": (lambda x: x.update({DOWN: torch.ones(16, 23)}),
-        [DOWN, "misshapen", "[16, 24]", "[16, 23]"]),
-    "transposed": (lambda x: x.update({DOWN: torch.ones(24, 16)}), [DOWN, "misshapen"]),
-    "rank": (lambda x: x.update({LAST: torch.ones(1, 16)}), [LAST, "misshapen"]),
-    "dtype": (lambda x: x.update({DOWN: torch.ones(16, 24, dtype=torch.int8)}), [DOWN, "I8"]),
-    "fewer layers": (lambda x: [x.pop(name) for name in list(x) if ".2." in name],
-        ["model.layers.2", "config.json"]),
-    "more layers": (lambda x: x.update({LAST.replace("2", "3"): torch.ones(16)}),
-        ["model.layers.3", "config.json"]),
-    "layer missing in the middle": (lambda x: [x.pop(name) for name in list(x) if ".1." in name],
-        ["model.layers.1", "missing"]),
-    "endless layer number": (lambda x: x.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)}),
-        ["model.layers.999"]),
-}  # fmt: skip
+def _with(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[..., None]:
+    return lambda tensors: tensors.update({name: torch.ones(shape, dtype=dtype)})
 
 
-@pytest.mark.parametrize(("edit", "words"), _UNEXPECTED.values(), ids=_UNEXPECTED)
+def _without(part: str) -> Callable[..., Any]:
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name]
+
+
+@pytest.mark.parametrize(("edit", "pattern"), [
+    (_without(DOWN), f"{DOWN}.*missing"),
+    (_without("lm_head.weight"), "lm_head.weight.*missing"),
+    (_with("model.layers.1.extra.weight", 2), r"model\.layers\.1\.extra\.weight"),
+    (_with("model.layers.0.self_attn.q_proj.bias", 16), r"q_proj\.bias"),
+    (_with(DOWN, 16, 23), rf"{DOWN}.*misshapen.*\[16, 24\].*\[16, 23\]"),
+    (_with(DOWN, 24, 16), f"{DOWN}.*misshapen"),
+    (_with(LAST, 1, 16), f"{LAST}.*misshapen"),
+    (_with(DOWN, 16, 24, dtype=torch.int8), f"{DOWN}.*I8"),
+    (_without(".2."), r"model\.layers\.2.*config\.json"),
+    (_with(LAST.replace("2", "3"), 16), r"model\.layers\.3.*config\.json"),
+    (_without(".1."), r"model\.layers\.1.*missing"),
+    (_with(f"model.layers.{'9' * 5000}.x", 1), r"model\.layers\.999"),
+])  # fmt: skip
 @pytest.mark.parametrize("n_shards", [1, 2])
-def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_path):
+def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, pattern, tmp_path):
     config, tensors = _sound()
     tensors = dict(tensors)
     edit(tensors)
@@ -251,17 +206,7 @@ def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, words, tmp_pa
         write_checkpoint(tmp_path, config, tensors)
     else:
         write_sharded(tmp_path, config, tensors, dealt(tensors, n_shards))
-    _refused(tmp_path, CheckpointError, *words)
-
-
-def _spoilt(directory: Path, edit: Callable[[Entries], Any], tail: bytes = b"") -> Path:
-    """Write a checkpoint with a header changed by `edit`, which returns a new header or None."""
-    config, tensors = _sound()
-    entries, data = entries_of(tensors)
-    header = edit(entries) or entries
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "model.safetensors").write_bytes(file_bytes(header, data + tail))
-    return directory
+    _refused(tmp_path, CheckpointError, pattern)
 
 
 def _shift(name: str, begin: int, end: int) -> Callable[[Entries], None]:
@@ -294,7 +239,11 @@ _DAMAGES = {
 
 @pytest.mark.parametrize(("edit", "tail"), _DAMAGES.values(), ids=_DAMAGES)
 def test_damaged_header_is_refused(edit, tail, tmp_path):
-    _refused(_spoilt(tmp_path, edit, tail), CheckpointError, "model.safetensors is damaged")
+    """The header is changed by `edit`, which returns a new header or None."""
+    entries, data = entries_of(_sound()[1])
+    header = edit(entries) or entries
+    (_single(tmp_path) / "model.safetensors").write_bytes(file_bytes(header, data + tail))
+    _refused(tmp_path, CheckpointError, "model.safetensors is damaged")
 
 
 def test_copies_and_other_shards_have_the_same_identity(tmp_path):

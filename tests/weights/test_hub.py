@@ -64,16 +64,11 @@ class Hub:
         match = re.fullmatch(r"/api/models/(\w+/\w+)(/revision/\w+|/tree/\w+)?", path)
         if match and match[1] in self.repositories:
             root = self.repositories[match[1]]
-            files = {
-                str(file.relative_to(root)): file for file in root.rglob("*") if file.is_file()
-            }
+            files = [(str(f.relative_to(root)), f.stat()) for f in root.rglob("*") if f.is_file()]
             told: Any = {"id": match[1], "sha": COMMIT}
-            told["siblings"] = [{"rfilename": name} for name in sorted(files)]
+            told["siblings"] = [{"rfilename": name} for name, _ in files]
             if (match[2] or "").startswith("/tree"):
-                told = [
-                    {"type": "file", "path": n, "size": files[n].stat().st_size, "oid": n}
-                    for n in sorted(files)
-                ]
+                told = [{"type": "file", "path": n, "size": s.st_size, "oid": n} for n, s in files]
             return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
         match = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
         if not match or match[1] not in self.repositories:
@@ -82,8 +77,8 @@ class Hub:
         if not file.is_file():
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
         content = file.read_bytes()
-        headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        headers["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes", "ETag": etag}
         if wanted is None:
             return 200, headers, content
         first, last = (int(bound) for bound in wanted.removeprefix("bytes=").split("-"))
@@ -126,12 +121,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"
-    for name, value in {
-        "ENDPOINT": address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub_cache"),
-        "HF_HUB_OFFLINE": False,
-    }.items():
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in (
+        ("ENDPOINT", address), ("HUGGINGFACE_CO_URL_TEMPLATE", template),
+        ("HF_HUB_CACHE", str(tmp_path / "hub_cache")), ("HF_HUB_OFFLINE", False),
+    ):  # fmt: skip
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     yield hub
     server.shutdown()
@@ -230,25 +224,24 @@ def test_quantised_model_is_planned_by_its_headers(kind, hub, tmp_path, line):
     assert json.loads(out)["plan"] == json.loads(local)["plan"]
 
 
-@pytest.mark.parametrize("main", [run.main, plan.main])
-def test_offline_sends_no_request_and_is_one_sentence(main, hub, tmp_path, line):
-    hub.repositories[NAME] = sharded(tmp_path / "model")
-    more = SMALL if main is run.main else ["--gpu", "rtx4090"]
-    code, out, err = line("--model", NAME, "--offline", *more, main=main)
-    assert (code, out, err.count("\n")) == (2, "", 1) and "not in the hub cache" in err
-    assert hub.n_requests == 0
-
-
-def test_repository_without_config_is_reported(hub, tmp_path, line):
-    """And one that does not exist."""
+def test_missing_models_are_reported_in_one_sentence(hub, tmp_path, line):
+    """Offline without a request; a repository without a config; one that does not exist."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model-Q4_K_M.gguf").write_bytes(b"x" * 1000)
     hub.repositories[NAME] = tmp_path / "model"
-    code, _, err = line("--model", NAME, *SMALL)
-    assert code == 2 and "no config.json" in err and "GGUF" in err
-    assert not hub.n_sent_weights()
-    code, out, err = line("--model", "someone/nothing", *SMALL)
-    assert (code, out, err.count("\n")) == (2, "", 1) and "someone/nothing" in err
+
+    def refused(*flags: str, main: Any = run.main) -> str:
+        code, out, err = line("--model", *flags, main=main)
+        assert (code, out, err.count("\n")) == (2, "", 1) and not hub.n_sent_weights()
+        return err
+
+    assert "not in the hub cache" in refused(NAME, "--offline", *SMALL)
+    flags = ("--offline", "--gpu", "rtx4090")
+    assert "not in the hub cache" in refused(NAME, *flags, main=plan.main)
+    assert hub.n_requests == 0
+    message = refused(NAME, *SMALL)
+    assert "no config.json" in message and "GGUF" in message
+    assert "someone/nothing" in refused("someone/nothing", *SMALL)
 
 
 def test_unreachable_hub_is_reported_and_cached_models_work(hub, tmp_path, line, monkeypatch):

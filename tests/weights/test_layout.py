@@ -25,7 +25,11 @@ def test_host_block_is_in_huge_pages_and_not_inherited_by_child_processes():
 
     Shared memory is in huge pages only where the system's owner has said so.
     """
+    for nbytes in (0, 1, 4095, 4096):
+        block = host_block(nbytes)
+        assert block.shape == (nbytes,) and int(block.fill_(7).sum()) == 7 * nbytes
     block = host_block(16 << 20)
+    assert block.data_ptr() % PAGE == 0
     text = Path("/proc/self/smaps").read_text()
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
         addresses, permissions = part.split(" ", 2)[:2]
@@ -38,13 +42,8 @@ def test_host_block_is_in_huge_pages_and_not_inherited_by_child_processes():
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TENSORS = st.lists(
-    st.tuples(
-        st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.sampled_from(DTYPES)
-    ),
-    min_size=1,
-    max_size=8,
-)
+SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+TENSORS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=8)
 
 
 @given(TENSORS)
@@ -74,18 +73,6 @@ def test_adjacent_tensors_are_merged():
         assert packed.layout.fused(names) is None
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 5 << 20])
-def test_host_block_starts_on_a_page_and_is_writable_to_its_end(nbytes):
-    block = host_block(nbytes)
-    assert block.dtype == torch.uint8
-    assert block.shape == (nbytes,)
-    assert nbytes == 0 or block.data_ptr() % PAGE == 0
-    block.fill_(7)
-    assert int(block.sum()) == 7 * nbytes
-
-
-# weights/formats/
-
 CONFIGS = {
     "dense": None,
     "compressed_tensors": config_of(Choice("pack-quantized", group_size=4)),
@@ -105,14 +92,11 @@ def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
 
 
 def test_every_format_matches_its_config():
-    assert set(registry.names("weights.formats")) == set(CONFIGS), (
-        "say here which config a new format matches"
-    )
+    names = set(registry.names("weights.formats"))
+    assert names == set(CONFIGS), "say here which config a new format matches"
     for name, config in CONFIGS.items():
-        matching = [
-            name for name in CONFIGS if registry.find("weights.formats", name).matches(config)
-        ]
-        assert matching == [name]
+        modules = {name: registry.find("weights.formats", name) for name in CONFIGS}
+        assert [name for name, module in modules.items() if module.matches(config)] == [name]
         assert format_of(config).name == name
 
 

@@ -36,16 +36,15 @@ def test_tokens_equal_transformers_with_dequantised_weights(mxfp4_checkpoint):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_and_scale_equals_transformers(dtype, tmp_path):
     """Zeros of both signs and powers of two outside of a dtype's range; a scale of 255 is NaN."""
-    blocks = (
-        torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
-    )
-    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
-    save_file({"e.0.blocks": blocks, "e.0.scales": scales}, tmp_path / "m.safetensors")
+    codes = torch.arange(256, dtype=torch.uint8)
+    blocks = codes.view(1, 1, 16, 16).repeat(1, 255, 1, 1)
+    scales = codes[:255].view(1, 255, 1).repeat(1, 1, 16)
+    tensors = {"e.0.blocks": blocks, "e.0.scales": scales}
+    save_file(tensors, tmp_path / "m.safetensors")
     fmt = format_of(MXFP4_CONFIG)
-    stored = fmt.stored(
-        "e.0.weight", (255, 512), None, Source(read_header(tmp_path / "m.safetensors"))
-    )
-    packed = pack({"e.0.blocks": blocks, "e.0.scales": scales}, {"e.0": stored})
+    source = Source(read_header(tmp_path / "m.safetensors"))
+    stored = fmt.stored("e.0.weight", (255, 512), None, source)
+    packed = pack(tensors, {"e.0": stored})
     mine = fmt.view(packed.layout, packed.block, dtype).rows(torch.arange(255), "e.0")
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].T
     assert torch.equal(mine, theirs)

@@ -53,14 +53,13 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
 
 def format_of(quantization_config: object) -> WeightFormat:
     """Return the format of a `quantization_config` or None; raises UnsupportedModelError."""
+    config = quantization_config
     names = registry.names("weights.formats")
     for module in (registry.find("weights.formats", name) for name in names):
-        if module.matches(quantization_config):
-            weight_format: WeightFormat = module.Format(quantization_config)
+        if module.matches(config):
+            weight_format: WeightFormat = module.Format(config)
             return weight_format
-    method = quantization_config
-    if isinstance(quantization_config, dict):
-        method = quantization_config.get("quant_method")
+    method = config.get("quant_method") if isinstance(config, dict) else config
     raise config_error(
         f"key 'quantization_config' of quant_method {method!r} is not understood",
         have=", ".join(names),

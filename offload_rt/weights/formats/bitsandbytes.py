@@ -39,7 +39,10 @@ class Format(quantized.QuantizedFormat):
         if full_shape[1] != shape[1]:
             raise CheckpointError(f"{source.prefix}{module}: blocks run on from row to row")
         state = _state(origin, f"{module}.{_STATE}", full_shape)
-        _check_table(origin, f"{name}.quant_map")
+        table_name = f"{name}.quant_map"
+        table = origin.read(StoredTensor(table_name, (len(NF4),), DType.FLOAT32))
+        if not table.equal(table.new_tensor(NF4)):
+            raise CheckpointError(f"tensor {origin.prefix + table_name!r} is not the table of nf4")
         size = _number(state, "blocksize", shape[1])
         nested = None
         if state.get("nested_blocksize") is not None:
@@ -58,21 +61,12 @@ def _nested(
     """Return the double quantisation of `n_scales` scales; a slice uses those from `first`."""
     offset = state.get("nested_offset")
     if not isinstance(offset, float | int) or state.get("nested_dtype") != "float32":
-        raise CheckpointError(
-            f"{source.prefix}{module}: nested scales are not of float32 with an offset"
-        )
+        problem = f"{source.prefix}{module}: nested scales are not of float32 with an offset"
+        raise CheckpointError(problem)
     block = _number(state, "nested_blocksize")
     outer = StoredTensor(f"{module}.weight.nested_absmax", (-(-n_scales // block),), DType.FLOAT32)
     table = StoredTensor(f"{module}.weight.nested_quant_map", (256,), DType.FLOAT32)
     return NestedScales(outer, table, block, offset, first)
-
-
-def _check_table(source: Source, name: str) -> None:
-    import torch  # not at the top: a plan without files reads no table
-
-    table = source.read(StoredTensor(name, (16,), DType.FLOAT32))
-    if not torch.equal(table, torch.tensor(NF4)):
-        raise CheckpointError(f"tensor {source.prefix + name!r} is not the table of nf4")
 
 
 def _state(source: Source, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -96,7 +90,6 @@ def _number(state: dict[str, Any], name: str, multiple: int = 0) -> int:
     """Return a positive number that divides `multiple`; raises CheckpointError."""
     value = state.get(name)
     if type(value) is not int or not 1 <= value <= 1 << 24 or multiple % value:
-        raise CheckpointError(
-            f"{name} is {value!r}", need="a positive number that divides a row of weights"
-        )
+        need = "a positive number that divides a row of weights"
+        raise CheckpointError(f"{name} is {value!r}", need=need)
     return value

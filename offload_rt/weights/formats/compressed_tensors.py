@@ -81,11 +81,9 @@ class Format(quantized.QuantizedFormat):
             if group.get("weights") is not None
         ]
         keys = ("input_activations", "output_activations")
-        finer = []
-        if any(group.get(key) for group in groups.values() for key in keys):
-            finer.append("activations")
-        if config.get("kv_cache_scheme"):
-            finer.append("keys and values")
+        has_activations = any(group.get(key) for group in groups.values() for key in keys)
+        finer = ["activations"] if has_activations else []
+        finer += ["keys and values"] if config.get("kv_cache_scheme") else []
         super().__init__(notice=quantized.finer_notice(finer))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
@@ -97,8 +95,17 @@ class Format(quantized.QuantizedFormat):
         shapes = {1: (grid, grid[:1])}.get(grid[1], (grid,)) + (((),) if grid == (1, 1) else ())
         name = f"{module}.weight_scale"
         scales = StoredTensor(name, quantized.shape_of(source, name, shapes), None)
+        zeros = StoredTensor(f"{module}.weight_zero_point", scales.shape, DType.INT8)
         if scheme.format == _PACKED:
-            return _packed(scheme, module, shape, block, scales, source)
+            _check_shape(source, f"{module}.weight_shape", shape)
+            packing = Packing("rows", scheme.bits, block, 1 << scheme.bits - 1)
+            codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.INT32)
+            words = Packing("columns", scheme.bits, block).code_shape(shape[0], grid[1])
+            zeros = zeros._replace(shape=words, dtype=DType.INT32)
+            points = None if scheme.is_symmetric else ZeroPoints(zeros, "columns")
+            groups = StoredTensor(f"{module}.weight_g_idx", shape[1:], DType.INT32)
+            order = quantized.nontrivial_groups(source, groups, block[1], grid[1])
+            return QuantizedMatrix(shape, codes, packing, scales, points, order)
         if scheme.format == _MXFP4:
             packing = Packing("e2m1", 4, block)
             codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.UINT8)
@@ -106,10 +113,8 @@ class Format(quantized.QuantizedFormat):
             return QuantizedMatrix(shape, codes, packing, scales, product=DType.BFLOAT16)
         dtype = DType.FLOAT8_E4M3FN if scheme.is_float else DType.INT8
         codes = StoredTensor(f"{module}.weight", shape, dtype)
-        zeros = StoredTensor(f"{module}.weight_zero_point", scales.shape, DType.INT8)
-        packing = Packing("plain", 8, block)
         points = None if scheme.is_symmetric else ZeroPoints(zeros, "plain")
-        return QuantizedMatrix(shape, codes, packing, scales, points)
+        return QuantizedMatrix(shape, codes, Packing("plain", 8, block), scales, points)
 
     def _scheme_of(self, module: str) -> _Scheme | None:
         """Return the scheme with the most precise match; a single scheme matches every module."""
@@ -119,27 +124,6 @@ class Format(quantized.QuantizedFormat):
         return best if best.rank(module) else None
 
 
-def _packed(
-    scheme: _Scheme,
-    module: str,
-    shape: tuple[int, int],
-    block: tuple[int, int],
-    scales: StoredTensor,
-    source: Source,
-) -> QuantizedMatrix:
-    """Return a matrix of integers packed along the inputs, zero points along the outputs."""
-    _check_shape(source, f"{module}.weight_shape", shape)
-    packing = Packing("rows", scheme.bits, block, 1 << scheme.bits - 1)
-    codes = StoredTensor(f"{module}.weight_packed", packing.code_shape(*shape), DType.INT32)
-    n_groups = -(-shape[1] // block[1])
-    words = Packing("columns", scheme.bits, block).code_shape(shape[0], n_groups)
-    zeros = StoredTensor(f"{module}.weight_zero_point", words, DType.INT32)
-    groups = StoredTensor(f"{module}.weight_g_idx", shape[1:], DType.INT32)
-    points = None if scheme.is_symmetric else ZeroPoints(zeros, "columns")
-    order = quantized.nontrivial_groups(source, groups, block[1], n_groups)
-    return QuantizedMatrix(shape, codes, packing, scales, points, order)
-
-
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
     """Raise CheckpointError if `weight_shape` contradicts the config."""
     record = source.find(name)
@@ -147,12 +131,10 @@ def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
         return
     dtype = DType.INT32 if record.dtype == "I32" else DType.INT64
     stored = source.read(StoredTensor(name, (2,), dtype)).tolist()
-    if stored != list(shape):
-        raise CheckpointError(
-            f"{record.path.name}: tensor {source.prefix + name!r} tells of another "
-            f"matrix", need=str(list(shape)),
-            have=str(stored), change=OTHER_CONFIG,
-        )  # fmt: skip
+    need = list(shape)
+    if stored != need:
+        problem = f"{record.path.name}: tensor {source.prefix + name!r} tells of another matrix"
+        raise CheckpointError(problem, need=str(need), have=str(stored), change=OTHER_CONFIG)
 
 
 def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:

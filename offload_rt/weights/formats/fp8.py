@@ -21,9 +21,8 @@ class Format(quantized.QuantizedFormat):
         quantized.setting(config, ("fmt",), "e4m3", ("e4m3",))
         schemes = ("dynamic", "static")
         quantized.setting(config, ("activation_scheme",), "dynamic", schemes)
-        name = "weight_block_size"
-        has_block = config.get(name) is not None
-        self._block = quantized.two_numbers(config, name) if has_block else None
+        has_block = config.get("weight_block_size") is not None
+        self._block = quantized.two_numbers(config, "weight_block_size") if has_block else None
         super().__init__(notice=quantized.finer_notice(["activations"]))
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:

@@ -64,18 +64,15 @@ class Format(QuantizedFormat):
             return None
         block = BLOCKS[record.dtype]
         if shape[1] % block.n:
-            problem = (
-                f"{record.path.name}: tensor {record.name!r} is of {record.dtype}, in blocks of"
-                f" {block.n} weights"
-            )
+            kind = f"{record.dtype}, in blocks of {block.n} weights"
+            problem = f"{record.path.name}: tensor {record.name!r} is of {kind}"
             raise CheckpointError(problem, have=f"rows of {shape[1]}", change=OTHER_CONFIG)
         nbytes = shape[1] // block.n * block.size
         codes = StoredTensor(f"{module}.weight", (shape[0], nbytes), DType.UINT8)
         return GgufMatrix(shape, codes, record.dtype)
 
     def is_unused(self, name: str, source: Source) -> bool:
-        """Ignore tensors that the reader moved into the config."""
-        return name == ROPE_FREQS
+        return name == ROPE_FREQS  # moved into the config
 
     def view(self, layout: Layout, block: Tensor, dtype: torch.dtype) -> LayerWeights:
         if self._head_dim is None:

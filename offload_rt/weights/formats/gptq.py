@@ -25,9 +25,8 @@ class Format(quantized.QuantizedFormat):
         layouts = ("gptq", "gptq_v2")
         layout = quantized.setting(config, ("checkpoint_format", "format"), "gptq", layouts)
         if config.get("is_marlin_format"):
-            raise quantized.refuse(
-                "the marlin layout is not understood", need="one of " + ", ".join(layouts)
-            )
+            need = "one of " + ", ".join(layouts)
+            raise quantized.refuse("the marlin layout is not understood", need=need)
         quantized.setting(config, ("pack_dtype",), "int32", ("int32",))
         self._plus = 1 if layout == "gptq" else 0
         self._config = config

@@ -17,10 +17,8 @@ class Format(QuantizedFormat):
     name = "mxfp4"
 
     def matrix(self, module: str, shape: tuple[int, int], source: Source) -> QuantizedMatrix | None:
-        """See `QuantizedFormat.matrix`; a module per expert."""
-        if shape[1] % _GROUP or source.find(f"{module}.blocks") is None:
-            return None
-        return matrix_of(module, shape)
+        is_coded = shape[1] % _GROUP == 0 and source.find(f"{module}.blocks") is not None
+        return matrix_of(module, shape) if is_coded else None
 
 
 def matrix_of(module: str, shape: tuple[int, int]) -> QuantizedMatrix:
