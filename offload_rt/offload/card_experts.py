@@ -80,7 +80,6 @@ class CardExperts(ExpertCache):
         return block
 
     def _ends(self) -> dict[int, Event]:
-        """Return the events after the copies of wanted blocks, in order."""
         blocks = sorted(self._wanted & self._slot_of.keys())
         return {block: self._ready[self._slot_of[block]] for block in blocks}
 

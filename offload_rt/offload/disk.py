@@ -75,7 +75,7 @@ class DiskTier(Tier):
         records = [record for block in layers for record in block]
         self._files = DirectFiles(records, mirrors)
         n_folders = len({path.resolve().parent for path in {record.path for record in records}})
-        self.n_parallel = self.settings.n_parallel * self._files.n_used * n_folders
+        self.n_parallel = self.settings.n_parallel * self._files.n_disks * n_folders
 
     def layout(self, i: int) -> Layout:
         return self._blocks[i][0]
@@ -111,10 +111,7 @@ class DiskTier(Tier):
         return part.nbytes
 
 
-def _plan(
-    block: BlockRecord, request_nbytes: int, packed: bool
-) -> tuple[Layout, tuple[_Part, ...]]:
-    """Plan a block: its layout, and the requests that fill it."""
+def _plan(block: BlockRecord, request_nbytes: int, packed: bool) -> tuple[Layout, list[_Part]]:
     records = block.tensors
     packed = packed or any(record.n_pieces > 1 for record in records)
     runs = _runs(records)
@@ -132,10 +129,10 @@ def _plan(
     return layout, _alternating(list(by_folder.values()))
 
 
-def _alternating(folders: Sequence[Sequence[_Part]]) -> tuple[_Part, ...]:
+def _alternating(folders: Sequence[Sequence[_Part]]) -> list[_Part]:
     """Order requests so that all folders, which may be on different disks, end at once."""
     places = [((i + 0.5) / len(parts), part) for parts in folders for i, part in enumerate(parts)]
-    return tuple(part for _, part in sorted(places, key=itemgetter(0)))
+    return [part for _, part in sorted(places, key=itemgetter(0))]
 
 
 def _runs(records: Sequence[TensorRecord]) -> list[_Run]:

@@ -245,7 +245,6 @@ class ExpertCache(ABC):
         return int(np.where(self._taken, np.inf, missed).argmin())
 
     def _free(self, block: int) -> None:
-        """Free the slot of an incomplete block."""
         slot = self._slot_of.pop(block)
         self.n_fetched -= 1
         self._held[slot] = -1

@@ -103,7 +103,6 @@ class HostExperts:
     def _compute_all(
         self, work: HostWork, first: int, blocks: Sequence[int], rows: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Compute blocks of a layer; release each, also after an error."""
         outputs = []
         waiting = deque(blocks)
         try:

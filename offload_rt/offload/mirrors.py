@@ -139,13 +139,9 @@ class DirectFiles:
         except BaseException:
             self.close()
             raise
+        self.n_disks = len(self._all)
         self._used = list(self._all)
         self._lock = threading.Lock()
-
-    @property
-    def n_used(self) -> int:
-        """Disks that have not failed."""
-        return len(self._used)
 
     def close(self) -> None:
         """Close the files of all disks."""
@@ -172,7 +168,8 @@ class DirectFiles:
             except LinkError as error:
                 self._drop(disk, error)
             finally:
-                self.end(disk, need)
+                with self._lock:
+                    disk.end(need)
 
     def begin(self, nbytes: int) -> Disk:
         """Return the disk that finishes a request first, and count the request."""
@@ -180,11 +177,6 @@ class DirectFiles:
             disk = min(self._used, key=lambda disk: disk.seconds(nbytes))
             disk.begin(nbytes)
         return disk
-
-    def end(self, disk: Disk, nbytes: int) -> None:
-        """Count the end of a request."""
-        with self._lock:
-            disk.end(nbytes)
 
     def _drop(self, disk: Disk, error: LinkError) -> None:
         with self._lock:

@@ -263,8 +263,6 @@ class FileRows(OffloadedRows):
 
 @dataclass
 class _FileRanges:
-    """Tier of ranges of a file."""
-
     file: FileRows
     ranges: Sequence[RowRange]
     n_parallel: int

@@ -46,7 +46,7 @@ class SidecarTier(Tier):
         self._layers = layers
         self._decodes = decodes
         self._files = DirectFiles((layer.payload for layer in layers), mirrors)
-        self.n_parallel = settings.n_parallel * self._files.n_used
+        self.n_parallel = settings.n_parallel * self._files.n_disks
 
     def layout(self, i: int) -> Layout:
         encoded = self._layers[i].encoded
@@ -135,8 +135,8 @@ def write_sidecar(
 
 
 def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer:
-    path = layer_path(directory, i)
-    return read_layer(path, checkpoint.identity, i, checkpoint.layers[i].layout)
+    layout = checkpoint.layers[i].layout
+    return read_layer(layer_path(directory, i), checkpoint.identity, i, layout)
 
 
 def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:

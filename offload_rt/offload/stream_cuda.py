@@ -19,8 +19,6 @@ from offload_rt.system.trace import LINK, Trace, slot_lane, span_name
 
 
 class _Copy(NamedTuple):
-    """Copy of a layer into a slot, between two events."""
-
     start: Event
     end: Event
     nbytes: int

@@ -71,7 +71,6 @@ class ReadThreads(Waiting, ABC):
     def _note_standstill(self) -> None:
         """Record the reason for an idle link."""
 
-    @abstractmethod
     def _arrived(self, fetch: Fetch) -> None:
         """Handle a complete fetch. Called with the lock held."""
 
@@ -203,9 +202,6 @@ class ThreadStreamer(ReadThreads, Streamer):
             return None
         self._fetches.append(Fetch(layer, slot, parts, len(parts)))
         return self._fetches[-1]
-
-    def _arrived(self, fetch: Fetch) -> None:
-        """Do nothing: the waiting thread checks the first fetch."""
 
     def _note_standstill(self) -> None:
         """Record the reason for an idle link, unless the next request follows immediately."""

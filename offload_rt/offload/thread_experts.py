@@ -52,7 +52,6 @@ class ThreadExperts(ReadThreads, ExpertCache):
         self._changed.notify_all()
 
     def _first_present(self, blocks: Iterable[int]) -> int | None:
-        """Return the first block that has arrived, or None."""
         present, coming = self._slot_of, self._coming
         return next((block for block in blocks if block in present and block not in coming), None)
 

@@ -26,9 +26,8 @@ _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})\.gguf")
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
@@ -43,9 +42,9 @@ ROPE_FREQS = "rope_freqs.weight"
 _ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 _SIZES = {
     "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads",
 }  # fmt: skip
 _EPS = "attention.layer_norm_rms_epsilon"
 _SCALING = "rope.scaling."
@@ -57,8 +56,7 @@ _EXPERT_SIZES = {
 }  # fmt: skip
 _KNOWN = {
     *_SIZES, *_EXPERT_SIZES, _EPS, "vocab_size", "attention.value_length", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear",
-    "tensor_data_layout",
+    "rope.freq_base", "rope.scale_linear", "tensor_data_layout",
     *(_SCALING + key for key in ("type", "factor", "original_context_length", "finetuned")),
     *(f"{_SCALING}yarn_{beta}" for beta in _BETAS),
 }  # fmt: skip
@@ -159,7 +157,6 @@ def _record(
 
 
 def _renamed(name: str) -> str:
-    """Return transformers' name of a tensor, or the given name if unknown."""
     module, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
     if match is not None and match[2] in _IN_LAYER:

@@ -27,9 +27,8 @@ from offload_rt.weights.header import TensorRecord
 # Files fetched from the hub before the weight files are known.
 _ABOUT = (
     INDEX, "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "*processor_config.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "*processor_config.json",
 )  # fmt: skip
 
 
@@ -122,7 +121,6 @@ def local_path(model: str) -> Path | None:
 
 
 def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
-    """Fetch all files except the weights, and check the config."""
     directory = _snapshot(model, revision, offline, _ABOUT)
     config = read_config(directory)
     format_of(config.pop("quantization_config", None))

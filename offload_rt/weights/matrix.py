@@ -120,7 +120,6 @@ class QuantizedMatrix(Matrix):
 
     @cached_property
     def _stored_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the codes and of the scales."""
         shape = self.shape[::-1] if self.packing.is_transposed else self.shape
         grid = tuple(-(-n // size) for n, size in zip(shape, self.packing.block, strict=True))
         return self.packing.code_shape(*shape), grid

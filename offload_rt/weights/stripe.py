@@ -72,7 +72,6 @@ def divide(records: Iterable[TensorRecord], gbps: Sequence[float]) -> list[list[
 
 
 def _layer(record: TensorRecord) -> int:
-    """Return the layer of a tensor, -1 outside of layers."""
     match = _LAYER.search(record.name)
     return int(match[1]) if match else -1
 

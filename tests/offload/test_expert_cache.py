@@ -266,7 +266,9 @@ def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pins", "more"), [(True, {"drafter": "recycle"}), (False, {})])
+@pytest.mark.parametrize(
+    ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
+)
 def test_cuda_computes_more_experts_than_the_host_holds(mixture_of, monkeypatch, pins, more):
     """Of 24 experts the device holds four, the host about eight, and the disk the rest."""
     monkeypatch.setattr(profile, "upload_gbps", lambda _: 1.0)  # the fake GPU has no clock

@@ -65,7 +65,7 @@ def test_requests_are_divided_by_the_rates_of_the_disks(rates, mirrored, monkeyp
     for i in range(2000):
         if len(coming) == 8:
             now, _, disk = heapq.heappop(coming)
-            disks.end(disk, 1 << 20)
+            disk.end(1 << 20)
         disk = disks.begin(1 << 20)
         free_at[disk] = max(free_at[disk], now) + (1 << 20) / (rate_of[disk] * 1e9)
         heapq.heappush(coming, (free_at[disk], i, disk))

@@ -84,7 +84,9 @@ def test_done_ahead_works_one_ahead_in_order():
         begun.append(i)
         return torch.tensor(i)
 
-    for i, result in enumerate(done_ahead((partial(work, i) for i in range(5)), "works")):
+    results = done_ahead((partial(work, i) for i in range(5)), "works")
+    for i in range(5):
+        result = next(results)
         n_begun = min(i + 2, 5)
         wait_until(lambda n=n_begun: len(begun) >= n)
         assert (int(result), len(begun)) == (i, n_begun)

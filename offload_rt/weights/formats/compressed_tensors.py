@@ -60,9 +60,8 @@ class Format(quantized.QuantizedFormat):
     name = "compressed_tensors"
     unused = frozenset({
         "weight_shape", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
-        "output_scale",
-        "output_zero_point", "k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point",
-        "q_zero_point",
+        "output_scale", "output_zero_point", "q_scale", "q_zero_point", "k_scale", "k_zero_point",
+        "v_scale", "v_zero_point",
     })  # fmt: skip
     unused_zeros = frozenset({"weight_zero_point"})
 
@@ -125,7 +124,6 @@ class Format(quantized.QuantizedFormat):
 
 
 def _check_shape(source: Source, name: str, shape: tuple[int, int]) -> None:
-    """Raise CheckpointError if `weight_shape` contradicts the config."""
     record = source.find(name)
     if record is None or record.stamp is None:
         return
