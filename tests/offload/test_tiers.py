@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,22 +97,6 @@ def test_done_ahead_works_one_ahead_in_order():
     assert list(done_ahead([], "works")) == []
 
 
-class _Refusal:
-    """`os` of a file system without direct I/O."""
-
-    def __init__(self) -> None:
-        self.n_refused = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def open(self, path: Path, flags: int) -> int:
-        if flags & os.O_DIRECT:
-            self.n_refused += 1
-            raise OSError(22, "Invalid argument")
-        return os.open(path, flags)
-
-
 @pytest.fixture(params=["here", "no direct I/O", "/dev/shm"])
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,18 +105,22 @@ def place(
     if request.param == "/dev/shm":
         if not os.access("/dev/shm", os.W_OK):
             pytest.skip("there is no /dev/shm to write to")
-        folder = Path("/dev/shm") / f"tiers-{os.getpid()}"
-        folder.mkdir()
-        yield folder
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            yield Path(folder)
         return
-    refusal = _Refusal()
+    refused = []
+    open_file = os.open
+
+    def refuse(path: Path, flags: int, *more: Any, **how: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(22, "Invalid argument")
+        return open_file(path, flags, *more, **how)
+
     if request.param == "no direct I/O":
-        monkeypatch.setattr(mirrors, "os", refusal)
+        monkeypatch.setattr(os, "open", refuse)
     yield tmp_path
-    assert refusal.n_refused or request.param == "here"
+    assert refused or request.param == "here"
 
 
 @settings(

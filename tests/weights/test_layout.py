@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize import Choice, config_of
 from support.checkpoints import pack
-from torch import Tensor
 
 from offload_rt.dtypes import DType
 from offload_rt.system import registry
-from offload_rt.weights.formats import Matrix, Source, StoredTensor, format_of
+from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import Storage
 from offload_rt.weights.layout import ALIGNMENT, PAGE, host_block, packed_layout
 
@@ -61,10 +60,8 @@ def test_packed_slots_are_aligned_and_disjoint(shapes):
 def test_adjacent_tensors_are_merged():
     """In their order, of one dtype and width, without a gap."""
     shapes = {"a": (64, 4), "b": (32, 4), "c": (3, 4), "d": (64, 4), "e": (64, 2)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()} | {
-        "f": torch.ones(64, 2).bfloat16()
-    }
-    packed = pack(tensors)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    packed = pack(tensors | {"f": torch.ones(64, 2).bfloat16()})
     for names in ("ab", "abc", "b", "bc"):
         entry = packed.layout.fused(names)
         assert entry is not None
@@ -83,12 +80,6 @@ CONFIGS = {
     "mxfp4": {"quant_method": "mxfp4"},
     "gguf": Storage(None),
 }
-
-
-def _random(tensor: StoredTensor, dtype: DType) -> Tensor:
-    stored_in = (tensor.dtype or dtype).torch
-    numbers = torch.randint(-9, 9, tensor.shape)
-    return (numbers / 8 if stored_in.is_floating_point else numbers).to(stored_in)
 
 
 def test_every_format_matches_its_config():
@@ -110,10 +101,12 @@ def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
     shapes = {"first.weight": (7, 5), "first.bias": (7,), "norm.weight": (5,)}
     stored = {key: fmt.stored(key, shape, dtype, Source({})) for key, shape in shapes.items()}
     matrix = stored["first.weight"]
-    packed = pack(
-        {part.name: _random(part, dtype) for of in stored.values() for part in of.tensors},
-        {"first": matrix} if isinstance(matrix, Matrix) else None,
-    )
+    tensors = {}
+    for part in itertools.chain.from_iterable(of.tensors for of in stored.values()):
+        part_dtype = (part.dtype or dtype).torch
+        numbers = torch.randint(-9, 9, part.shape)
+        tensors[part.name] = (numbers / (8 if part_dtype.is_floating_point else 1)).to(part_dtype)
+    packed = pack(tensors, {"first": matrix} if isinstance(matrix, Matrix) else None)
     views = packed.layout.views(packed.block)
     bias = views["first.bias"].copy_(torch.randn(7))
     norm = views["norm.weight"].copy_(torch.randn(5))
@@ -124,9 +117,8 @@ def test_view_multiplies_with_its_rows(name, stored_in, computed_in):
     assert matrix.abs().sum() > 0
     # A product may use the numbers before they are rounded to the dtype of the computation.
     exact = F.linear(x.double(), matrix.double(), bias.double())
-    tolerance = {
-        torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2,
-    }[computed_in]  # fmt: skip
+    limits = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}
+    tolerance = limits.get(computed_in, 2e-2)
     product = view.linear(x, "first")
     torch.testing.assert_close(product.double(), exact, rtol=tolerance, atol=4 * tolerance)
     assert all(torch.equal(product, other) for other in view.linears(x, ("first", "first")))
