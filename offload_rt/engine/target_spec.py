@@ -322,7 +322,7 @@ def _experts(
     cache: CardExperts
     if sizes.n_on_host < sizes.n_blocks:
         images = PinnedExperts(sizes, files, view, streamer.device, runner.trace, loader.cpus)
-        cache = TieredExperts(sizes, n_slots, images, view, streamer)
+        cache = TieredExperts(sizes, n_slots, images, streamer)
     else:
         images = loader.new_tier(register=True)
         numbered = [Block("host", i, tensors) for i, tensors in enumerate(files.blocks)]

@@ -173,15 +173,10 @@ class TieredExperts(CardExperts):
     """
 
     def __init__(
-        self,
-        sizes: ExpertSizes,
-        n_slots: int,
-        host: PinnedExperts,
-        view: MakeWeights,
-        link: CudaStreamer,
+        self, sizes: ExpertSizes, n_slots: int, host: PinnedExperts, link: CudaStreamer
     ) -> None:
         self._host = host
-        super().__init__(sizes, n_slots, host.tier, view, link)
+        super().__init__(sizes, n_slots, host.tier, host._view, link)
 
     def close(self) -> None:
         super().close()

@@ -15,7 +15,7 @@ from offload_rt.offload.meter import LinkMeter
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.ops.lossless import decode_block
-from offload_rt.system.trace import LINK, Trace, slot_lane, span_name
+from offload_rt.system.trace import DISK, LINK, Trace, slot_lane, span_name
 
 
 class _Copy(NamedTuple):
@@ -51,9 +51,8 @@ class CudaStreamer(Streamer):
         self.device = device
         self._lane = lane
         # Disk lanes of the trace show layers only.
-        self._upstream = ThreadStreamer(
-            sources.on_host(), trace if lane == LINK else Trace(on=False), pinned=True
-        )
+        upstream_trace = trace if lane == LINK else Trace(on=False)
+        self._upstream = ThreadStreamer(sources.on_host(), upstream_trace, lane=DISK)
         streamed = (sources.packed_layout(i).nbytes for i in self.order)
         longest = max((*streamed, sources.slot_nbytes))
         n_slots = sources.n_slots if self.order else 0

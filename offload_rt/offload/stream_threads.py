@@ -130,29 +130,24 @@ class ThreadStreamer(ReadThreads, Streamer):
     """
 
     def __init__(
-        self,
-        sources: LayerSources,
-        trace: Trace,
-        pinned: bool = False,
-        meter: LinkMeter | None = None,
-        lane: str = LINK,
+        self, sources: LayerSources, trace: Trace, meter: LinkMeter | None = None, lane: str = LINK
     ) -> None:
+        """lane: DISK for pinned slots, from which another streamer copies to a GPU."""
         super().__init__(sources, trace, meter)
         self._cpus = sources.cpus
-        # Reads into pinned memory come from disk; the link to the GPU is a separate stage.
-        self._link = DISK if pinned else lane
+        self._link = lane
         streamed = (sources.source(i).layout(i).nbytes for i in self.order)
         longest = max((*streamed, sources.slot_nbytes))
         self._slots = [host_block(longest) for _ in range(sources.n_slots if self.order else 0)]
         with staying_near(sources.cpus):  # first touch decides the NUMA node
-            self._pinned = [slot for slot in self._slots if pinned and pin(slot)]
+            self._pinned = [slot for slot in self._slots if lane == DISK and pin(slot)]
         # Started, not consumed fetches; only the last has parts left to start.
         self._fetches: deque[Fetch] = deque()
         self._note_standstill()
         self._start(max((sources.source(i).n_parallel for i in self.order), default=0))
 
     def share_link(self, sources: LayerSources, lane: str) -> Self:
-        return type(self)(sources, self._trace, meter=self.meter, lane=lane)
+        return type(self)(sources, self._trace, self.meter, lane)
 
     def park(self) -> None:
         with self._changed:

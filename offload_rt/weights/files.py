@@ -53,12 +53,10 @@ def check_room(folder: Path, nbytes: int) -> None:
     """Raise CapacityError if the disk of an existing folder has less than `nbytes` free."""
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise CapacityError(
-            f"the disk of {folder} is too full",
-            need=format_size(nbytes),
-            have=f"{format_size(free)} free",
-            change="free space, or name a folder on another disk",
-        )
+        problem = f"the disk of {folder} is too full"
+        need, have = format_size(nbytes), f"{format_size(free)} free"
+        change = "free space, or name a folder on another disk"
+        raise CapacityError(problem, need=need, have=have, change=change)
 
 
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:

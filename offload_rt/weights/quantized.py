@@ -116,12 +116,10 @@ def nontrivial_groups(
         return None
     first, last = map(int, groups.aminmax())
     if first < 0 or last >= n_groups:
-        raise CheckpointError(
-            f"tensor {source.prefix + stored.name!r} names groups that are not there",
-            need=f"0 to {n_groups - 1}",
-            have=f"{first} to {last}",
-            change="download the checkpoint again",
-        )
+        problem = f"tensor {source.prefix + stored.name!r} names groups that are not there"
+        need, have = f"0 to {n_groups - 1}", f"{first} to {last}"
+        change = "download the checkpoint again"
+        raise CheckpointError(problem, need=need, have=have, change=change)
     return stored
 
 

@@ -48,7 +48,7 @@ def cache_on(make, files, n_slots, n_on_host=2, **how):
         cache = ThreadExperts(*given, streamer.meter, Trace())
     elif make is FakeGPUWithDisk:
         host = PinnedExperts(sizes, tier, view, device.copies, Trace(), frozenset())
-        cache = TieredExperts(sizes, n_slots, host, view, streamer)
+        cache = TieredExperts(sizes, n_slots, host, streamer)
     else:
         cache = CardExperts(*given, streamer)
     try:

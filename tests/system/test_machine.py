@@ -20,7 +20,7 @@ from offload_rt.offload.tier import read_parallel
 from offload_rt.system import machine, numa
 from offload_rt.system.machine import memory_free, memory_limit
 from offload_rt.system.numa import Cpus, cpus_near
-from offload_rt.system.trace import Trace
+from offload_rt.system.trace import DISK, Trace
 
 GIB = 2**30
 TOTAL = 64 * GIB
@@ -142,7 +142,7 @@ def test_readers_stay_near_the_device_and_slots_are_touched_there(
     seen.clear()
     monkeypatch.setattr(stream_threads, "pin", lambda block: seen.append("pinned"))
     sources = LayerSources(MemoryTier(), (tier, tier), 1, cpus=cpus)
-    streamer = ThreadStreamer(sources, Trace(on=False), pinned=True)
+    streamer = ThreadStreamer(sources, Trace(on=False), lane=DISK)
     list(streamer.sweep())
     streamer.close()
     tier.close()
