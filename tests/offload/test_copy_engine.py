@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ class Engine(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and self.current is not None:
             assert kwargs == {"non_blocking": True}
-            self.current.put("copy", args)
+            self.current.work.append(("copy", args))
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -45,24 +46,20 @@ class Engine(TorchFunctionMode):
         yield
         self.current = before
 
-    def run(self, until: "Moment | None" = None) -> None:
+    def run(self, until: SimpleNamespace) -> None:
         """Run until a moment has passed or all work is done."""
         last: Stream | None = None
         while True:
             while any(stream.advance() for stream in self.streams):
                 pass
             ready = [stream for stream in self.streams if stream.ready_at is not None]
-            if not ready or (until is not None and until.at is not None):
+            if not ready or until.at is not None:
                 return
             last = last if last in ready else min(ready, key=lambda stream: stream.ready_at)
             target, source = last.work.popleft()[1]
             torch.Tensor.copy_(target, source)
             self.now += len(source)
             last.ready_at = None
-
-
-class Moment:
-    at: int | None = None
 
 
 class Stream:
@@ -72,38 +69,34 @@ class Stream:
         self._engine = engine
         engine.streams.append(self)
 
-    def put(self, kind: str, what: Any) -> None:
-        self.work.append((kind, what))
-
     def wait_event(self, event: "Event") -> None:
         if event.moment is not None:
-            self.put("wait", event.moment)
+            self.work.append(("wait", event.moment))
 
     def advance(self) -> bool:
         """Go on to the next copy; return whether a moment has passed."""
-        moved = False
+        n_before = len(self.work)
         while self.work and self.work[0][0] != "copy":
             kind, moment = self.work[0]
             if kind == "wait" and moment.at is None:
-                break
+                return len(self.work) < n_before
             moment.at = self._engine.now if moment.at is None else moment.at
             self.work.popleft()
-            moved = True
-        if self.work and self.work[0][0] == "copy" and self.ready_at is None:
+        if self.work and self.ready_at is None:
             self.ready_at = self._engine.now
-        return moved
+        return len(self.work) < n_before
 
 
 class Event:
     def __init__(self, engine: Engine, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.moment: Moment | None = None
+        self.moment: SimpleNamespace | None = None
         self._engine = engine
         self._blocking = blocking
         engine.n_timing += enable_timing
 
     def record(self, stream: Stream) -> None:
-        self.moment = Moment()
-        stream.put("record", self.moment)
+        self.moment = SimpleNamespace(at=None)
+        stream.work.append(("record", self.moment))
 
     def synchronize(self) -> None:
         assert self._blocking, "a thread spins"
@@ -156,9 +149,8 @@ def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
 def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
     """A kernel spins during a copy; the next chunk waits for it on the other stream."""
     monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
-    monkeypatch.setattr(
-        torch.cuda, "_sleep", lambda n: engine.current.put("copy", (torch.zeros(n), torch.zeros(n)))
-    )
+    sleep = lambda n: engine.current.work.append(("copy", (torch.zeros(n), torch.zeros(n))))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
     device = paced.PacedDevice(torch.device("cuda"), CHUNK)
     target = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8)
     source = some_bytes(CHUNK * N_CHUNKS)

@@ -249,22 +249,6 @@ def test_next_router_predicts_experts(mixture_of, monkeypatch):
     assert expected == [(1, likely[0]), (2, likely[1]), (0, set())]
 
 
-def test_cuda_pass_waits_once_per_layer(mixture_of, monkeypatch):
-    """With experts on the host and two of three experts evicted in each layer."""
-    model, folder = mixture_of("deepseek_v3")
-    prompt = prompt_of(0, 15, 150)
-    with fake_gpu(monkeypatch) as counts, open_touched(folder, 4, device="cuda") as llm:
-        runner = runner_of(llm)
-        cache = runner.new_cache(40)
-        feed(runner, cache, prompt, Topology.chain(15))  # brings frequencies to the card
-        runner.discard(cache)
-        before = counts.n_waits
-        feed(runner, cache, prompt, Topology.chain(15))
-        assert counts.n_waits - before == 3  # of four layers the first is dense
-        text = say(llm, prompt, 8)
-    assert text == generate(model, prompt, 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pins", "more"), [(True, {"drafter": "recycle", "tree_size": 8}), (False, {})]
