@@ -15,6 +15,7 @@ from offload_rt.ops import to_host
 from offload_rt.speculate.rows import ROWS_PER_NODE, draft_rows, view_rows
 from offload_rt.speculate.tree_state import (
     DraftState,
+    Path,
     TreeBuilder,
     TreeState,
     captured,
@@ -64,12 +65,7 @@ class DraftModel:
         """Receive hidden states of the target, see `Drafter.observe`; draft models ignore them."""
 
     def start(
-        self,
-        sequence: Sequence,
-        n_nodes: int,
-        is_alone: bool,
-        n_coupled: int = 0,
-        path: abc.Sequence[int] = (),
+        self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int = 0, path: Path = ()
     ) -> TreeState:
         """Start a tree at the end of a sequence, or of the visible part in a shorter context.
 
@@ -78,21 +74,15 @@ class DraftModel:
         path       tokens assumed to follow the sequence
         """
         state = self._begin(sequence, n_nodes, is_alone, path)
-        n_ahead = len(path)
-        state.ahead = tuple(path)
+        state.ahead = path
         state.noise = None
         if n_coupled:
-            place = len(sequence.tokens)
-            n_levels = n_ahead + n_coupled
-            noise = sequence.noise.at(place, n_levels, self.vocab_size, self.runner.device)[
-                n_ahead:
-            ]
-            state.noise = noise.log().mul_(-sequence.temperature)
+            size = len(path) + n_coupled, self.vocab_size
+            noise = sequence.noise.at(len(sequence.tokens), *size, self.runner.device)
+            state.noise = noise[len(path) :].log().mul_(-sequence.temperature)
         return state
 
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
         known = self._states.get(sequence)
         # A tree may outgrow the first tree, when other sequences have ended.
         if known is None or known.sequence is not sequence or not known.has_room(n_nodes):
@@ -104,9 +94,8 @@ class DraftModel:
             if known is None:
                 cache = self.runner.new_cache(n_rows, is_alone)
             else:
-                cache = self.runner.renew_cache(
-                    known.cache, n_rows, ROWS_PER_NODE * n_nodes, is_alone
-                )
+                most_rows = ROWS_PER_NODE * n_nodes
+                cache = self.runner.renew_cache(known.cache, n_rows, most_rows, is_alone)
             self._add_state(sequence, cache, n_nodes)
         state = self._states[sequence]
         seen = self._seen(sequence)
@@ -167,14 +156,8 @@ class DraftModel:
             if guess is not None:
                 guess(growing)
             with self.trace.span(DRAFT, f"level {n_passes + 1}"):
-                outs = self._forward(growing)
-                selected = to_host(
-                    [
-                        select_tokens(builder, out)
-                        for builder, out in zip(growing, outs, strict=True)
-                    ]
-                )
-                for builder, tokens in zip(growing, selected, strict=True):
+                outs = map(select_tokens, growing, self._forward(growing))
+                for builder, tokens in zip(growing, to_host(list(outs)), strict=True):
                     builder.state.computed()
                     try:
                         builder.extend(tokens)
@@ -199,7 +182,7 @@ class SelfDraftModel(DraftModel):
 
     kind    cache class of the views
     budget  maximum verified rows per view
-    n_rows  total rows available to views
+    n_rows  rows left for further views
     """
 
     kind: type[SparseCache] = field(kw_only=True)
@@ -209,7 +192,6 @@ class SelfDraftModel(DraftModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._limit = self.runner.spec.max_positions
-        self._n_rows = self.n_rows
         self._views: dict[Sequence, tuple[int, int]] = {}  # (target cache, rows of its view)
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
@@ -218,8 +200,8 @@ class SelfDraftModel(DraftModel):
             self.end(old)
         budget = min(self.budget, sequence.longest)
         n_rows = view_rows(budget, n_nodes)
-        if n_nodes > 1 and n_rows <= self._n_rows:
-            self._n_rows -= n_rows
+        if n_nodes > 1 and n_rows <= self.n_rows:
+            self.n_rows -= n_rows
             self._views[sequence] = cache, n_rows
             view = self.runner.new_view(cache, self.kind, budget, ROWS_PER_NODE * n_nodes)
             self._add_state(sequence, view, n_nodes)
@@ -235,5 +217,5 @@ class SelfDraftModel(DraftModel):
         return n
 
     def end(self, sequence: Sequence) -> None:
-        self._n_rows += self._views.pop(sequence, (0, 0))[1]
+        self.n_rows += self._views.pop(sequence, (0, 0))[1]
         super().end(sequence)

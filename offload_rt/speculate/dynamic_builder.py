@@ -106,13 +106,6 @@ class RoundCost:
         last, rate = self.best(after, n_rounds + 1)
         return float(after[last]) if rate >= self.best(chances, n_rounds)[1] else np.inf
 
-    def n_worth(self, chances: np.ndarray) -> int:
-        """Return how many nodes below the root maximize the tokens per second, without drafting.
-
-        chances  (m,) of the nodes, descending; m < n_nodes
-        """
-        return self.best(np.append(1.0, chances))[0]
-
 
 def _descending(chances: np.ndarray) -> np.ndarray:
     """Return all values in descending order."""
@@ -165,10 +158,7 @@ class _Nodes:
 
     def merged(self, new: "_Nodes", n: int) -> "_Nodes":
         """Return the n most probable nodes; parents of `new` index into both sets, `self` first."""
-        columns = [
-            np.concatenate(pair)
-            for pair in zip(vars(self).values(), vars(new).values(), strict=True)
-        ]
+        columns = [*map(np.concatenate, zip(vars(self).values(), vars(new).values(), strict=True))]
         # A child never exceeds its parent's probability; stable sorting keeps it behind its parent.
         order = np.argsort(-columns[0], kind="stable")[:n]
         chances, parents, *others = (part[order] for part in columns)
@@ -233,26 +223,20 @@ class DynamicTreeBuilder:
         parents = self._expanded
         nodes.is_open[parents] = True
         probabilities = values.astype(np.float64)
-        candidates = zip(tokens, probabilities, strict=True)
-        self._seen.update(zip(nodes.rows[parents].tolist(), candidates, strict=True))
-        calibration = self._estimates_of(int(nodes.rows[parents[0]])).calibration
+        rows = nodes.rows[parents].tolist()
+        self._seen.update(zip(rows, zip(tokens, probabilities, strict=True), strict=True))
+        calibration = self._estimates_of(rows[0]).calibration
         is_possible = probabilities > 0  # a grammar excludes tokens
         above = np.broadcast_to(parents[:, None], tokens.shape)[is_possible]
         chances = nodes.chances[above] * calibration.chances(probabilities)[is_possible]
         tokens = tokens[is_possible]
         # Equal tokens of the text keep the higher chance.
-        vocab_size = self.state.vocab_size
-        _, new, old = np.intersect1d(
-            above * vocab_size + tokens,
-            nodes.parents * vocab_size + nodes.tokens,
-            assume_unique=True,
-            return_indices=True,
-        )
+        n = self.state.vocab_size
+        keys = above * n + tokens, nodes.parents * n + nodes.tokens
+        _, new, old = np.intersect1d(*keys, assume_unique=True, return_indices=True)
         nodes.raise_to(old, chances[new])
-        is_new = np.ones(len(above), dtype=bool)
-        is_new[new] = False
-        above = above[is_new]
-        children = _Nodes.below(chances[is_new], above, tokens[is_new], nodes.depths[above] + 1)
+        above, chances, tokens = (np.delete(part, new) for part in (above, chances, tokens))
+        children = _Nodes.below(chances, above, tokens, nodes.depths[above] + 1)
         self._nodes = nodes.merged(children, self._n_nodes)
         while self._grows(self._nodes.chances):
             pass
@@ -270,13 +254,8 @@ class DynamicTreeBuilder:
         nodes = self._nodes
         closed = np.flatnonzero(~nodes.is_open)
         others = nodes.chances[nodes.is_open]
-        growth = TextGrowth(
-            self.text,
-            self._n_levels,
-            nodes.chances[closed],
-            nodes.depths[closed],
-            lambda i: self._path(int(closed[i])),
-        )
+        given = nodes.chances[closed], nodes.depths[closed]
+        growth = TextGrowth(self.text, self._n_levels, *given, lambda i: self._path(closed[i]))
         n_most = _MOST_OPENED[min(self._n_rounds, 1)]
         growth.grow(self._room, others, n_most)
         while self._grows(np.concatenate((others, growth.chances[growth.is_opened]))):
@@ -313,27 +292,21 @@ class DynamicTreeBuilder:
         Lower-ranked pending nodes may drop out without being computed.
         """
         nodes = self._nodes
-        self._expanded = np.array([], dtype=np.int64)
         is_next = (nodes.rows < 0) & (nodes.rows[nodes.parents] >= 0)
         waiting = np.flatnonzero(is_next & (nodes.depths < self._n_drafted - 1))
-        places = self._next_round(waiting)
-        places = places[: ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)]
-        nodes.rows[places] = self._add(
-            nodes.rows[nodes.parents[places]].tolist(), nodes.tokens[places].tolist()
-        )
-        self._expanded = places
+        n_left = ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)
+        places = self._expanded = self._next_round(waiting)[:n_left]
+        above = nodes.rows[nodes.parents[places]]
+        nodes.rows[places] = self._add(above.tolist(), nodes.tokens[places].tolist())
 
     def _next_round(self, waiting: np.ndarray) -> np.ndarray:
         """Return the nodes to compute next, or none if a round costs more than it gains."""
-        gains = self._gains()[waiting]
-        least = self.cost.least_worth(self._nodes.chances, gains, self._n_rounds)
-        return self._best(waiting[gains >= least])
-
-    def _gains(self) -> np.ndarray:
-        """(m,) chances of the nodes less their children's: the most that drafting adds."""
         nodes = self._nodes
         below = np.bincount(nodes.parents[1:], nodes.chances[1:], len(nodes.chances))
-        return np.maximum(nodes.chances - below, 0.0)
+        # Drafting adds at most a node's chance less those of its children.
+        gains = np.maximum(nodes.chances - below, 0.0)[waiting]
+        least = self.cost.least_worth(nodes.chances, gains, self._n_rounds)
+        return self._best(waiting[gains >= least])
 
     def _best(self, waiting: np.ndarray) -> np.ndarray:
         """Return the waiting nodes in the first non-empty share of the tree."""
@@ -364,11 +337,8 @@ class DynamicTreeBuilder:
     def tree(self, size: int) -> DraftTree:
         """Return the root and its `size` best candidates."""
         best = self._nodes = self._nodes.first(1 + size)
-        return DraftTree(
-            Topology(best.parents),
-            torch.from_numpy(best.tokens.copy()),
-            expected=float(best.chances.sum()),
-        )
+        tokens = torch.from_numpy(best.tokens.copy())
+        return DraftTree(Topology(best.parents), tokens, expected=float(best.chances.sum()))
 
     def learn(self, path: list[int], after: list[int]) -> None:
         """Compare the candidates along the accepted path, root first, with the actual tokens."""

@@ -15,7 +15,7 @@ from offload_rt.models.heads import Head, HeadDecoder, Medusa
 from offload_rt.ops import to_device
 from offload_rt.speculate.draft_model import DraftModel
 from offload_rt.speculate.rows import ROWS_PER_NODE
-from offload_rt.speculate.tree_state import DraftState, TreeBuilder, TreeState, captured
+from offload_rt.speculate.tree_state import DraftState, Path, TreeBuilder, TreeState, captured
 from offload_rt.tree.topology import Topology
 
 # Hidden states that wait for the next tree; more are converted at once, which bounds memory.
@@ -36,25 +36,20 @@ class HeadState(DraftState):
 
     def step(self, reduce: Reduce | None) -> Step:
         """Return the step to compute, with the input of each row."""
-        return replace(super().step(reduce), states=self._states())
+        states = self.inputs
+        if self.n_done > 0:
+            above = torch.from_numpy(self._tree.parents[self.new_rows])
+            states = self.outputs.index_select(0, *to_device([above], self.outputs.device))
+        return replace(super().step(reduce), states=states)
 
     def feed(self) -> None:
         """Prefill a long prompt in chunks, which bounds memory."""
         n = CHUNK_ROWS
         while len(self.lacking) > n:
-            tokens = torch.tensor(self.lacking[:n])
-            self._runner.forward(
-                [
-                    Step(
-                        self.cache,
-                        tokens,
-                        Topology.chain(n),
-                        1,
-                        self.n_prompt,
-                        states=self.inputs[:n],
-                    )
-                ]
-            )
+            tokens, states = torch.tensor(self.lacking[:n]), self.inputs[:n]
+            chain = Topology.chain(n)
+            step = Step(self.cache, tokens, chain, 1, self.n_prompt, states=states)
+            self._runner.forward([step])
             self._runner.commit(self.cache, range(n))
             self.lacking, self.inputs = self.lacking[n:], self.inputs[n:]
 
@@ -64,12 +59,6 @@ class HeadState(DraftState):
             self.outputs = outputs.new_empty(self._most_rows, outputs.shape[1])
         self.outputs[self.new_rows] = outputs
         self.inputs = outputs[:0]
-
-    def _states(self) -> Tensor:
-        if self.n_done == 0:
-            return self.inputs
-        above = torch.from_numpy(self._tree.parents[self.new_rows])
-        return self.outputs.index_select(0, *to_device([above], self.outputs.device))
 
     def _path(self, tokens: list[int]) -> list[int]:
         """Return the root alone: rows below it lack the target's hidden states."""
@@ -109,10 +98,10 @@ class HeadModel(DraftModel):
             return
         spec = self.runner.spec
         assert isinstance(spec, Head), "HeadModel requires a head"
-        states = torch.cat([part for _, part in waiting])
-        converted = spec.reduce_states(self.runner.non_layer, states)
-        sizes = [len(part) for _, part in waiting]
-        for (first, _), inputs in zip(waiting, torch.split(converted, sizes), strict=True):
+        firsts, parts = zip(*waiting, strict=True)
+        converted = spec.reduce_states(self.runner.non_layer, torch.cat(parts))
+        split = torch.split(converted, [*map(len, parts)])
+        for first, inputs in zip(firsts, split, strict=True):
             n_gone, known = self._inputs.get(sequence, (first, inputs[:0]))
             n_again = max(n_gone - first, 0)  # the target may recompute more rows than the head
             both = torch.cat((known[: max(first - n_gone, 0)], inputs[n_again:]))
@@ -141,9 +130,7 @@ class HeadModel(DraftModel):
     def _seen(self, sequence: Sequence) -> list[int]:
         return sequence.tokens[1:]
 
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
         state = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(state, HeadState), "state_type is HeadState"
         self._convert(sequence)
@@ -215,18 +202,15 @@ class MedusaModel(LevelModel):
         return n
 
     @torch.inference_mode()
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
         self._convert(sequence)
         first, known = self._inputs[sequence]
         spec = self.runner.spec
         assert isinstance(spec, Medusa), "MedusaModel requires Medusa heads"
         last = known[-1:].clone()
         self._inputs[sequence] = first + len(known) - 1, last
-        self._logits[sequence] = torch.cat(
-            [spec.predict(weights, last) for weights in self._layers]
-        )
+        predicted = [spec.predict(weights, last) for weights in self._layers]
+        self._logits[sequence] = torch.cat(predicted)
         return self._tree_state(sequence, n_nodes)
 
 
@@ -242,9 +226,7 @@ class ParallelModel(LevelModel):
         self._masked = spec.masked_input(self.runner.non_layer)
 
     @torch.inference_mode()
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
         rows = super()._begin(sequence, n_nodes, is_alone, path)
         assert isinstance(rows, HeadState), "state_type is HeadState"
         n_masked = min(self.max_levels - 1, ROWS_PER_NODE * n_nodes) - 1

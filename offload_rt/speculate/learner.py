@@ -12,7 +12,6 @@ import time
 from collections import abc, deque
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -100,10 +99,10 @@ class AdaptedView(View):
 
     def __init__(self, block: LayerView, draft: Runner, generator: torch.Generator) -> None:
         super().__init__(block.layout, block.data, draft.dtype)
-        matrices = [name for name, shape in draft.spec.layer_tensors(block.i) if len(shape) == 2]
         self.adapters = {
             name.removesuffix(".weight"): Adapter(self._tensors[name], generator)
-            for name in matrices
+            for name, shape in draft.spec.layer_tensors(block.i)
+            if len(shape) == 2
         }
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -147,7 +146,7 @@ class Learner:
     def __init__(self, draft: Runner, meter: LinkMeter, kept: str | None = None) -> None:
         self._draft = draft
         self._meter = meter
-        self._kept_as = kept
+        self._file = kept and f"draft-{kept}.safetensors"
         generator = torch.Generator().manual_seed(0)
         self._layers = [AdaptedView(block, draft, generator) for block in draft.streamer.sweep()]
         rest = draft.non_layer
@@ -217,33 +216,22 @@ class Learner:
             view.share = share
             x = spec.layer(i, view, x, TextContext(layer_inputs))
         logits = spec.head(self._rest, x[n - len(tokens) :]).float()
-        best = (
-            logits.log_softmax(-1)
-            .gather(1, tokens.clamp(max=last))
-            .masked_fill(tokens > last, -1e4)
-        )
+        best = logits.log_softmax(-1).gather(1, tokens.clamp(max=last))
+        best = best.masked_fill(tokens > last, -1e4)
         rest = torch.log1p(-best.exp().sum(-1).clamp(max=1 - 1e-6))
         probs = probs.masked_fill(tokens > last, 0.0)
         return -((probs * best).sum(-1) + (1 - probs.sum(-1)).clamp(min=0) * rest)
 
     def save(self) -> None:
         """Save adapters with a gain, remove adapters without."""
-        if self._kept_as is None:
+        if self._file is None:
             return
         if self._serves:
             parameters = {name: parameter.data for name, parameter in self._parameters().items()}
             write_cache_file(self._file, save(parameters))
         else:
             with suppress(OSError, RuntimeError):
-                self._path.unlink(missing_ok=True)
-
-    @property
-    def _file(self) -> str:
-        return f"draft-{self._kept_as}.safetensors"
-
-    @property
-    def _path(self) -> Path:
-        return cache_directory() / self._file
+                (cache_directory() / self._file).unlink(missing_ok=True)
 
     def _parameters(self) -> dict[str, Tensor]:
         return {
@@ -257,13 +245,11 @@ class Learner:
         """Load and merge saved adapters if the file is complete and shapes match."""
         saved = {}
         with suppress(OSError, RuntimeError, SafetensorError):
-            saved = load_file(self._path) if self._kept_as else {}
-        shapes = {name: tensor.shape for name, tensor in parameters.items()}
-        if {
-            name: tensor.shape for name, tensor in saved.items() if tensor.isfinite().all()
-        } == shapes:
-            for name, tensor in parameters.items():
-                tensor.data.copy_(saved[name])
+            saved = load_file(cache_directory() / self._file) if self._file else {}
+        finite = {name: part.shape for name, part in saved.items() if part.isfinite().all()}
+        if finite == {name: parameter.shape for name, parameter in parameters.items()}:
+            for name, parameter in parameters.items():
+                parameter.data.copy_(saved[name])
             self._serve(True)
 
     def _cut(self, sequence: Sequence, least: int) -> None:
@@ -331,8 +317,5 @@ def learning_nbytes(spec: Architecture, dtype: DType, device: torch.device) -> i
     originals = dtype.itemsize * sum(map(math.prod, matrices)) if device.type == "cpu" else 0
     n_labelled = 2 * _N_LABELLED
     layer = spec.scratch_nbytes(_N_BEFORE + n_labelled, 0, dtype.itemsize)
-    return (
-        adapters
-        + originals
-        + 2 * (spec.n_layers * layer + spec.scratch_nbytes(0, n_labelled, dtype.itemsize))
-    )
+    head = spec.scratch_nbytes(0, n_labelled, dtype.itemsize)
+    return adapters + originals + 2 * (spec.n_layers * layer + head)

@@ -1,6 +1,5 @@
 """Prompt lookup: continuations of earlier occurrences of the last tokens."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +43,8 @@ def find_matches(sequence: Sequence, n_next: int) -> list[NgramMatch]:
         if not going.any():
             break
         lengths += going
-    best = np.lexsort((-ends, -lengths))[:_PLACES]
     matches = []
-    for i in best:
+    for i in np.lexsort((-ends, -lengths))[:_PLACES]:
         tokens = tuple(text[ends[i] + 1 : ends[i] + 1 + n_next].tolist())
         matches.append(NgramMatch(int(lengths[i]), tokens[: sequence.n_allowed(tokens)]))
     return matches
@@ -66,9 +64,8 @@ class MatchRates:
     def observe(self, match: NgramMatch, next_tokens: list[int]) -> None:
         """Record the actual tokens after a match."""
         pairs = list(zip(match.tokens, next_tokens, strict=False))
-        n_right = next(
-            (i for i, (copied, token) in enumerate(pairs) if copied != token), len(pairs)
-        )
+        wrong = (i for i, (copied, token) in enumerate(pairs) if copied != token)
+        n_right = next(wrong, len(pairs))
         self._right[match.n_equal] += n_right
         self._tried[match.n_equal] += min(n_right + 1, len(pairs))
 
@@ -85,18 +82,6 @@ def copied_paths(matches: list[NgramMatch], rates: MatchRates) -> dict[tuple[int
             above = chances.setdefault(match.tokens[:n], min(left * rate**n, above))
         left *= 1.0 - rate
     return chances
-
-
-def path_tree(root: int, paths: Iterable[tuple[int, ...]]) -> tuple[list[int], list[int]]:
-    """Build parents and tokens of a prefix tree; each path extends an earlier path by a token."""
-    at: dict[tuple[int, ...], int] = {(): 0}
-    parents = [-1]
-    tokens = [root]
-    for path in paths:
-        at[path] = len(parents)
-        parents.append(at[path[:-1]])
-        tokens.append(path[-1])
-    return parents, tokens
 
 
 def append_ngram(tree: DraftTree, tokens: tuple[int, ...], n_nodes: int) -> DraftTree:

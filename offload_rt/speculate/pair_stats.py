@@ -63,11 +63,7 @@ class PairStats:
         """Save the estimates for later runs."""
         if self.pair and self.estimates:
             entry = {
-                key: (
-                    estimates.acceptance.counts(),
-                    estimates.calibration.counts(),
-                    estimates.bias.counts(),
-                )
+                key: [ratios.counts() for ratios in vars(estimates).values()]
                 for key, estimates in self.estimates.items()
             }
             write_cached(_FILE, _VERSION, {**read_cached(_FILE, _VERSION), self.pair: entry})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload_rt.cost.tree_size import DraftLimits
@@ -131,13 +132,6 @@ class DraftParts:
     learner: Learner | None = None
 
 
-def open_draft_model(*parts: Any) -> DraftModel:
-    """Open a draft model with a vocabulary and caches of its own."""
-    from offload_rt.speculate.draft_model import DraftModel
-
-    return DraftModel(*parts)
-
-
 @dataclass(frozen=True)
 class DraftResources:
     """Models, heads and caches that the engine provides for a drafter.
@@ -146,7 +140,7 @@ class DraftResources:
     find_heads     (directory, target) -> checkpoint of draft heads, None if the directory has none
     built_in       search for the heads in the target's checkpoint without --draft-model
     copies_target  draft with 4-bit copies of the streamed layers, resident on the device
-    open_model     opens model, heads or copies
+    model          class of the model, heads or copies, below `offload_rt.speculate`
     draft_context  context limit of the draft model; None for all its positions
     view           cache class for views of the target's caches
     view_rows      default budget of verified tokens in a view
@@ -156,10 +150,16 @@ class DraftResources:
     find_heads: Callable[[Path, Checkpoint], Checkpoint | None] | None = None
     built_in: bool = False
     copies_target: bool = False
-    open_model: Callable[..., DraftModel] = open_draft_model
+    model: str = "draft_model.DraftModel"
     draft_context: int | None = None
     view: type[SparseCache] | None = None
     view_rows: int = 512
+
+    def open_model(self, *parts: Any) -> DraftModel:
+        """Open model, heads or copies."""
+        module, _, name = self.model.rpartition(".")
+        model: DraftModel = getattr(import_module(f"offload_rt.speculate.{module}"), name)(*parts)
+        return model
 
     @property
     def uses_checkpoint(self) -> bool:

@@ -63,12 +63,6 @@ class PredictionTable:
         self._n_kept = self._n_selected = 0
         self._common: Prediction | None = None
 
-    def __len__(self) -> int:
-        return len(self._after)
-
-    def __contains__(self, context: Context) -> bool:
-        return context in self._after
-
     def keep(self, context: Context, tokens: list[int], probs: list[float]) -> None:
         """Store a prediction under all suffixes of a context; evict the least recently stored."""
         prediction = array("q", tokens), array("f", probs)
@@ -101,15 +95,9 @@ class KeyCalibration:
     """
 
     def __init__(self, stats: PairStats, temperature: float) -> None:
-        self._calibrations = [
-            stats.at(f"recycled {n}", temperature).calibration for n in range(_LONGEST + 1)
-        ]
-        self._ratios = np.stack(
-            [
-                calibration.ratios(prior)
-                for calibration, prior in zip(self._calibrations, _PRIOR, strict=True)
-            ]
-        )
+        names = (f"recycled {n}" for n in range(_LONGEST + 1))
+        self._calibrations = [stats.at(name, temperature).calibration for name in names]
+        self._ratios = np.stack([*map(Calibration.ratios, self._calibrations, _PRIOR)])
 
     def chances(self, predictions: abc.Sequence[Prediction], probs: np.ndarray) -> np.ndarray:
         """Return the acceptance probabilities of the tokens of predictions.
@@ -159,14 +147,13 @@ class Recycler:
         for node in (*range(1, n), *(node for node in path if node >= n)):
             contexts[node] = context_of(contexts[parents[node]], (tokens[node],))
         for nodes in ([*range(n)], [0, *path]):
-            part = TopTokens(predicted.tokens[nodes], predicted.probs[nodes])
+            part = TopTokens(*(column[nodes] for column in predicted))
             self.keep([contexts[node] for node in nodes], part)
 
     def keep(self, contexts: abc.Sequence[Context], predicted: TopTokens) -> None:
         """Store predictions under their contexts."""
-        rows = zip(contexts, predicted.tokens.tolist(), predicted.probs.tolist(), strict=True)
-        for context, tokens, probs in rows:
-            self.table.keep(context, tokens, probs)
+        for row in zip(contexts, predicted.tokens.tolist(), predicted.probs.tolist(), strict=True):
+            self.table.keep(*row)
 
 
 class TextCandidates:
@@ -194,27 +181,25 @@ class TextCandidates:
 
         Returns the index of the path, the token and the acceptance probability, (m,) each.
         """
-        found = [self._table.find(context_of(self._sequence.tokens, path)) for path in paths]
-        known = [i for i, prediction in enumerate(found) if prediction is not None]
-        predictions = [prediction for prediction in found if prediction is not None]
-        self._predictions.update(zip((paths[i] for i in known), predictions, strict=True))
-        lengths = [len(prediction.tokens) for prediction in predictions]
-        rows = np.repeat(np.array(known, dtype=np.int64), np.array(lengths, dtype=np.int64))
+        indices: list[int] = []
+        predictions = []
+        for i, path in enumerate(paths):
+            if prediction := self._table.find(context_of(self._sequence.tokens, path)):
+                indices += [i] * len(prediction.tokens)
+                predictions.append(prediction)
+                self._predictions[path] = prediction
         tokens = np.frombuffer(b"".join(part.tokens for part in predictions), np.int64)
         probs = np.frombuffer(b"".join(part.probs for part in predictions), np.float32)
         chances = self._calibration.chances(predictions, probs.astype(np.float64))
-        copied = [
-            (i, token, p) for i, path in enumerate(paths) for token, p in self._copied.get(path, ())
-        ]
-        for i, token, p in copied:
-            place = np.flatnonzero((rows == i) & (tokens == token))
-            if len(place):
-                chances[place] = np.maximum(chances[place], p)
-            else:
-                rows, tokens, chances = (
-                    np.append(part, value)
-                    for part, value in ((rows, i), (tokens, token), (chances, p))
-                )
+        rows = np.array(indices, dtype=np.int64)
+        for i, path in enumerate(paths):
+            for token, p in self._copied.get(path, ()):
+                is_equal = (rows == i) & (tokens == token)
+                if is_equal.any():
+                    np.maximum(chances, p, out=chances, where=is_equal)
+                else:
+                    rows, tokens = np.append(rows, i), np.append(tokens, token)
+                    chances = np.append(chances, p)
         return rows, tokens, chances
 
     def is_allowed(self, path: Context) -> bool:
@@ -255,7 +240,6 @@ class TextGrowth:
         self._text = text
         self._n_levels = n_levels
         self._path_of = path_of
-        self._n_given = len(chances)
         self._paths: dict[int, Context] = {}
 
     def grow(self, n: int, others: np.ndarray, n_most: int = _MOST_KEYS) -> None:
@@ -291,9 +275,7 @@ class TextGrowth:
         self.is_opened = np.append(self.is_opened, np.zeros(len(rows), dtype=bool))
 
     def _path(self, node: int) -> Context:
-        if node < self._n_given:
-            path = self._path_of(node)
-        else:
-            path = (*self._paths[int(self.parents[node])], int(self.tokens[node]))
+        above = int(self.parents[node])
+        path = (*self._paths[above], int(self.tokens[node])) if above >= 0 else self._path_of(node)
         self._paths[node] = path
         return path

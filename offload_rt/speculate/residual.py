@@ -49,16 +49,16 @@ class ResidualRule:
         probs = target[:]
         if ops.can_verify(probs, tree.topology.n_levels):
             noise = torch.cat((uniforms, torch.rand(1, dtype=torch.float64, generator=generator)))
-            drafted = draft_probs(tree, probs).to(probs.device)
+            drafted = tree.sampled.draft_probs.to(probs.device)
             end, bonus = ops.verify(candidates(tree), drafted, probs, noise, self.bottom_up)
-            return Verdict(tuple(tree.topology.path_to(end)), bonus)
-        decision = self.decide(tree, probs.cpu(), uniforms)
-        return Verdict(
-            tuple(tree.topology.path_to(decision.end)), draw(decision.probs[None], generator)[0]
-        )
+        else:
+            decision = self.decide(tree, probs.cpu(), uniforms)
+            end = decision.end
+            (bonus,) = draw(decision.probs[None], generator)
+        return Verdict(tuple(tree.topology.path_to(end)), bonus)
 
     def decide(self, tree: DraftTree, target: Tensor, uniforms: Tensor) -> Decision:
-        """Verify with given noise.
+        """Verify a tree with sampled nodes by given noise.
 
         target    (n, vocabulary) float32 or float64, on the CPU
         uniforms  (n,) float64 in [0, 1); a tried node is accepted if its number is below its
@@ -66,9 +66,10 @@ class ResidualRule:
         """
         from offload_rt.speculate.residual_kernels import verify_bottom_up, verify_top_down
 
+        assert tree.sampled is not None, "see `verify`"
         acceptance = np.full(len(tree.topology), np.nan)
         kernel = verify_bottom_up if self.bottom_up else verify_top_down
-        numbered = candidates(tree, draft_probs(tree, target).cpu().numpy())
+        numbered = candidates(tree, tree.sampled.draft_probs.cpu().numpy())
         end, probs = kernel(numbered, target.numpy(), uniforms.numpy(), acceptance)
         return Decision(int(end), torch.from_numpy(probs), acceptance)
 
@@ -77,29 +78,22 @@ class ResidualRule:
 _NO_PROBS = np.zeros((0, 0), dtype=np.float32)
 
 
-def draft_probs(tree: DraftTree, target: Tensor) -> Tensor:
-    """Return the draft's distributions (rows, vocabulary), with zero rows if none were sampled."""
-    return (
-        target.new_empty((0, target.shape[1])) if tree.sampled is None else tree.sampled.draft_probs
-    )
-
-
 def candidates(tree: DraftTree, draft_probs: np.ndarray = _NO_PROBS) -> Candidates:
-    """Convert a tree to the kernels' input format."""
+    """Convert a tree with sampled nodes to the kernels' input format."""
     parents = tree.topology.parents
     n = len(tree.topology)
     sampled = tree.sampled
-    is_sampled = np.zeros(n, dtype=np.bool_) if sampled is None else sampled.is_sampled
+    assert sampled is not None, "see `ResidualRule.verify`"
     # Sort by parent, sampled children first; drop the root.
-    order = np.lexsort((np.arange(n), ~is_sampled, parents))[1:]
+    order = np.lexsort((np.arange(n), ~sampled.is_sampled, parents))[1:]
     return Candidates(
         starts=np.searchsorted(parents[order], np.arange(n + 1)),
         children=order,
         tokens=tree.tokens.cpu().numpy(),
-        is_sampled=is_sampled,
-        row_of=np.full(n, -1) if sampled is None else sampled.row_of,
+        is_sampled=sampled.is_sampled,
+        row_of=sampled.row_of,
         draft_probs=draft_probs,
         sums=np.full(len(draft_probs), -1.0),
-        independent=sampled is not None and sampled.independent,
+        independent=sampled.independent,
         n_levels=tree.topology.n_levels,
     )

@@ -127,23 +127,15 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     chosen = drafter_type(name)
     resources = chosen.resources
     if config.draft_model is not None and not resources.uses_checkpoint:
-        users = [
-            drafter
-            for drafter in registry.names("speculate.draft")
-            if drafter_type(drafter).resources.needs_checkpoint
-        ]
-        raise SettingsError(
-            f"--draft-model with --drafter={name}",
-            need=f"a drafter that uses a draft model: {', '.join(users)}",
-            change="omit one of the two",
-        )
+        names = registry.names("speculate.draft")
+        users = [user for user in names if drafter_type(user).resources.needs_checkpoint]
+        need = f"a drafter that uses a draft model: {', '.join(users)}"
+        problem = f"--draft-model with --drafter={name}"
+        raise SettingsError(problem, need=need, change="omit one of the two")
     if not chosen.has_trees and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
-        raise SettingsError(
-            f"{flag} with --drafter={name}",
-            need="a tree drafter",
-            change=f"omit {flag} or --drafter",
-        )
+        change = f"omit {flag} or --drafter"
+        raise SettingsError(f"{flag} with --drafter={name}", need="a tree drafter", change=change)
     if config.draft_model is None and resources.needs_checkpoint:
         raise SettingsError(f"--drafter={name}", need="a draft model", change="add --draft-model")
     if config.draft_context is not None and (
@@ -154,20 +146,11 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         change = f"use --draft-context={LEAST_BUDGET} or more, or omit it"
         raise SettingsError(problem, need=need, change=change)
     rule = chosen.best_rule if config.rule == "auto" else config.rule
-    if (
-        config.rule != "auto"
-        and load_rule(rule).child_sampling is not None
-        and not chosen.gives_draft_probs
-    ):
-        raise SettingsError(
-            f"--rule={config.rule}",
-            need="a drafter with draft probabilities",
-            have=name,
-            change="use --rule=match",
-        )
-    view_rows = 0
-    if resources.view is not None:
-        view_rows = config.draft_context or resources.view_rows
+    needs_probs = config.rule != "auto" and load_rule(rule).child_sampling is not None
+    if needs_probs and not chosen.gives_draft_probs:
+        need = "a drafter with draft probabilities"
+        raise SettingsError(f"--rule={rule}", need=need, have=name, change="use --rule=match")
+    view_rows = 0 if resources.view is None else config.draft_context or resources.view_rows
     return Drafting(name, chosen, rule, view_rows=view_rows, learning=config.learn_draft)
 
 
@@ -198,19 +181,14 @@ def find_draft(
     if head is None:
         if resources.find_heads is None:
             return chosen
+        problem = f"--drafter={chosen.name}"
         need = f"a checkpoint with {chosen.name} heads"
         have = "a checkpoint without heads"
-        raise SettingsError(
-            f"--drafter={chosen.name}", need=need, have=have, change="use another drafter"
-        )
+        raise SettingsError(problem, need=need, have=have, change="use another drafter")
     if config.drafter not in ("auto", head.spec.family):
+        problem = f"--drafter={config.drafter}"
         change = f"omit --drafter, or use --drafter={head.spec.family}"
-        raise SettingsError(
-            f"--drafter={config.drafter}",
-            need="a complete draft model",
-            have="heads",
-            change=change,
-        )
+        raise SettingsError(problem, need="a complete draft model", have="heads", change=change)
     return replace(drafting or pick_drafter(replace(config, drafter=head.spec.family)), draft=head)
 
 
@@ -224,26 +202,20 @@ def check_pair(
     Raises SettingsError at the first differing token, or at different vocabulary sizes if a
     tokenizer is missing.
     """
-    target_tokenizer, draft_tokenizer = tokenizers
-    have = f"{draft.vocab_size} tokens"
     need = f"{target.vocab_size} tokens"
-    if target_tokenizer is not None and draft_tokenizer is not None:
-        target_text = {i: text for text, i in target_tokenizer.get_vocab().items()}
-        draft_text = {i: text for text, i in draft_tokenizer.get_vocab().items()}
-        ids = sorted({*target_text, *draft_text})
-        token = next((i for i in ids if target_text.get(i) != draft_text.get(i)), None)
+    have = f"{draft.vocab_size} tokens"
+    vocabularies = [each.get_vocab().items() for each in tokenizers if each is not None]
+    if len(vocabularies) == 2:
+        token = min((i for _, i in vocabularies[0] ^ vocabularies[1]), default=None)
         if token is None:
             return
-        have, need = (
-            repr(texts[token]) if token in texts else "no token"
-            for texts in (draft_text, target_text)
+        need, have = (
+            next((repr(text) for text, i in vocabulary if i == token), "no token")
+            for vocabulary in vocabularies
         )
-        have = f"{have} for token {token}"
-        need = f"{need}, as in the target"
+        need += ", as in the target"
+        have += f" for token {token}"
     if have != need:
-        raise SettingsError(
-            "the draft model has a different tokenizer",
-            need=need,
-            have=have,
-            change="use a draft model of the target's family",
-        )
+        problem = "the draft model has a different tokenizer"
+        change = "use a draft model of the target's family"
+        raise SettingsError(problem, need=need, have=have, change=change)

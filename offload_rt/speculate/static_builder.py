@@ -44,10 +44,9 @@ def shape_of(topology: Topology) -> Shape:
     has_children = np.zeros(len(topology), dtype=bool)
     has_children[topology.parents[1:]] = True
     levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
+    inner = tuple(level[has_children[level]] for level in levels)
     row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
-    return Shape(
-        topology, tuple(level[has_children[level]] for level in levels), tuple(levels[1:]), row_of
-    )
+    return Shape(topology, inner, tuple(levels[1:]), row_of)
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,8 @@ class StaticTreeBuilder:
         probs = self._keep(reference.probs_of(logits, self._plan.temperature))
         n = self._n_children
         generator = self.state.generator
-        if self._plan.child_sampling == "independent":
-            tokens = child_sampling.independent(probs, n, generator)
-            return child_sampling.packed(tokens, probs.gather(1, tokens))
         if self._level or not self.copied:
-            tokens = child_sampling.without_replacement(probs, n, generator)
+            tokens = getattr(child_sampling, self._plan.child_sampling)(probs, n, generator)
             return child_sampling.packed(tokens, probs.gather(1, tokens))
         token = slice(self.copied[0], self.copied[0] + 1)
         excluded = torch.zeros_like(probs, dtype=torch.bool)

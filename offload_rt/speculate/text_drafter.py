@@ -59,21 +59,17 @@ class TextDrafter(Drafter):
 
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         started = time.perf_counter()
-        begun = {
-            sequence: self._start_tree(sequence, n_nodes, len(sequences)) for sequence in sequences
-        }
+        n = len(sequences)
         self._proposals = {
-            sequence: proposal for sequence, proposal in begun.items() if proposal is not None
+            sequence: proposal
+            for sequence in sequences
+            if (proposal := self._start_tree(sequence, n_nodes, n)) is not None
         }
-        self._draft(len(sequences))
+        self._draft(n)
         sizes = self._sizes(sequences, time.perf_counter() - started)
-        return [
-            self._finish_tree(sequence, n_nodes, size)
-            for sequence, size in zip(sequences, sizes, strict=True)
-        ]
+        return [*map(self._finish_tree, sequences, [n_nodes] * n, sizes)]
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
-        """Store the target's predictions at the prompt's last tokens."""
         self._recycler.read(sequence, predicted)
 
     def learn(
@@ -157,12 +153,11 @@ class TextDrafter(Drafter):
         draft_s  seconds spent on drafting these trees
         """
         proposals = [self._proposals.get(sequence) for sequence in sequences]
-        builders = [proposal.builder if proposal else None for proposal in proposals]
-        chances = [builder.chances if builder else np.empty(0) for builder in builders]
-        largest = [len(candidates) for candidates in chances]
+        chances = [each.builder.chances if each else np.empty(0) for each in proposals]
+        largest = [*map(len, chances)]
         if self.limits.fixed_size or not any(largest):
             return largest
-        n_fixed = sum(builder.n_fixed for builder in builders if builder)
+        n_fixed = sum(proposal.builder.n_fixed for proposal in self._proposals.values())
         n = len(sequences)
         context = max(len(sequence.tokens) for sequence in sequences)
 

@@ -89,7 +89,7 @@ class TreeDrafter(TextDrafter):
         """Record acceptance; pass predictions on the accepted path to the learner."""
         if self._learner is not None and predicted is not None:
             nodes = [0, *verdict.path]
-            self._learner.add(sequence, TopTokens(predicted.tokens[nodes], predicted.probs[nodes]))
+            self._learner.add(sequence, TopTokens(*(part[nodes] for part in predicted)))
             self._count_predicted()
         super().learn(sequence, tree, verdict, predicted)
 
@@ -118,10 +118,8 @@ class TreeDrafter(TextDrafter):
             self._learner.save()
 
     def estimates_at(self, temperature: float) -> Estimates:
-        kind = self._kind(temperature)
-        return self.pair_stats.at(
-            f"coupled-{kind}" if self._is_coupled(temperature) else kind, temperature
-        )
+        prefix = "coupled-" if self._is_coupled(temperature) else ""
+        return self.pair_stats.at(f"{prefix}{self._kind(temperature)}", temperature)
 
     def _kind(self, temperature: float) -> str:
         is_sampled = temperature > 0 and not self._is_coupled(temperature)
@@ -140,17 +138,13 @@ class TreeDrafter(TextDrafter):
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
         n_most = min(self.limits.n_levels, sequence.n_left)
         n_levels = min(n_most, self._model.max_levels)
-        n_rows = n_nodes
         if n_nodes == 1 or n_levels == 1:
             return None
         can_draft = self._model.can_draft(sequence)
-        temperature = sequence.temperature
-        kind = self._kind(temperature)
-        estimates = self.estimates_at(temperature)
-        n_coupled = 0
-        if self._is_coupled(temperature):
-            n_coupled = n_levels - 1
-            temperature = 0.0
+        kind = self._kind(sequence.temperature)
+        is_coupled = self._is_coupled(sequence.temperature)
+        temperature = 0.0 if is_coupled else sequence.temperature
+        n_coupled = is_coupled * (n_levels - 1)
         cost = self._round_cost(sequence, n_nodes, n_sequences)
         if kind == "dynamic":
             proposal = self._text_tree(sequence, (n_nodes, n_most, n_levels), temperature, cost)
@@ -158,18 +152,19 @@ class TreeDrafter(TextDrafter):
             assert isinstance(builder, DynamicTreeBuilder), "see _text_tree"
             is_sample = self.limits.fixed_size or len(sequence.tokens) % _SAMPLED == 0
             if can_draft and (is_sample or builder.pays(self._n_at_once)):
-                builder.state = self._start(sequence, n_rows, n_sequences == 1, n_coupled)
+                builder.state = self._start(sequence, n_nodes, n_sequences == 1, n_coupled)
             return proposal
         if not can_draft:
             return None
         match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
         copied = self._worth_copying(match, cost) if match else ()
-        n_nodes -= len(copied)
-        topology, expected = self._choose(sequence, (n_nodes, n_levels, n_sequences))
+        bounds = n_nodes - len(copied), n_levels, n_sequences
+        topology, expected = self._choose(sequence, bounds)
         if len(topology) == 1:
             return None
-        state = self._start(sequence, n_rows, n_sequences == 1, n_coupled)
+        state = self._start(sequence, n_nodes, n_sequences == 1, n_coupled)
         plan = StaticTree(topology, expected, kind, temperature, copied)
+        estimates = self.estimates_at(sequence.temperature)
         return Proposal(self._static(state, plan, estimates.acceptance), estimates, match)
 
     def _start(self, sequence: Sequence, n_nodes: int, is_alone: bool, n_coupled: int) -> TreeState:
@@ -183,7 +178,7 @@ class TreeDrafter(TextDrafter):
     def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
         """Return the copied tokens whose rows pay."""
         chances = self._recycler.rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
-        return match.tokens[: cost.n_worth(chances)]
+        return match.tokens[: cost.best(np.append(1.0, chances))[0]]
 
     def _choose(self, sequence: Sequence, bounds: tuple[int, int, int]) -> tuple[Topology, float]:
         """Select the topology with the least expected time per token.
@@ -193,9 +188,8 @@ class TreeDrafter(TextDrafter):
         """
         n_nodes, n_levels, n_sequences = bounds
         if self._shape is not None:
-            parents = self._shape.parents[:n_nodes]
-            depths = self._shape.depths[:n_nodes]
-            return Topology(parents[depths < n_levels]), 1.0
+            is_kept = self._shape.depths[:n_nodes] < n_levels
+            return Topology(self._shape.parents[:n_nodes][is_kept]), 1.0
         trees = self._trees(sequence.temperature)
         limits = replace(self.limits, n_nodes=n_nodes, n_levels=n_levels)
         choice = self._cost.best_tree(trees.values, limits, len(sequence.tokens), n_sequences)
@@ -207,18 +201,15 @@ class TreeDrafter(TextDrafter):
         acceptance = self.estimates_at(temperature).acceptance
         if key not in self._tables or acceptance.n_seen >= self._tables[key][1]:
             # Sampling may exclude a copied token, so at most `vocab_size - 1` children exist.
-            n_ranks = min(self._n_ranks, self.limits.n_nodes, self._model.vocab_size - 1)
-            trees = search(
-                acceptance.by_rank()[:n_ranks], self.limits.n_nodes, self.limits.n_levels
-            )
+            n_nodes, n_levels = self.limits.n_nodes, self.limits.n_levels
+            n_ranks = min(self._n_ranks, n_nodes, self._model.vocab_size - 1)
+            trees = search(acceptance.by_rank()[:n_ranks], n_nodes, n_levels)
             self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
         return self._tables[key][0]
 
     def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
         """Return the longest match if its continuation is likely enough to copy."""
-        matches = find_matches(sequence, min(_NGRAM_LENGTH, n_next))
-        match = next(iter(matches), None)
-        is_likely = (
-            match and match.tokens and self._recycler.rates.rate(match.n_equal) >= _NGRAM_RATE
-        )
-        return match if is_likely else None
+        for match in find_matches(sequence, min(_NGRAM_LENGTH, n_next))[:1]:
+            if match.tokens and self._recycler.rates.rate(match.n_equal) >= _NGRAM_RATE:
+                return match
+        return None

@@ -1,7 +1,6 @@
 """Trees in growth: the rows of a sequence's tree, and the protocol of tree builders."""
 
 from collections import abc
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +22,8 @@ from offload_rt.tree.topology import GrowingTree, Topology
 _ERROR = 0.75
 # Logit of tokens outside the draft's vocabulary beside a grammar.
 _LEAST = -1e30
+
+Path = tuple[int, ...]  # tokens below a node
 
 
 class TreeState:
@@ -59,7 +60,7 @@ class TreeState:
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
         self.n_done = 0
-        self.ahead: tuple[int, ...] = ()
+        self.ahead: Path = ()
         self.noise: Tensor | None = None
         self._most_rows = most_rows
         self._probs = torch.empty(0)
@@ -159,10 +160,8 @@ class DraftState(TreeState):
         tokens = torch.tensor(self._known(self.lacking + self.tokens))
         # Missing tokens are computed together with the root, before all further rows.
         tree = Topology.chain(len(tokens)) if self.lacking else self._tree
-        n_new = len(self.tokens) - self.n_done
-        return Step(
-            self.cache, tokens, tree, n_new, self.n_prompt, self.n_done, reduce, len(self.lacking)
-        )
+        places = len(self.tokens) - self.n_done, self.n_prompt, self.n_done
+        return Step(self.cache, tokens, tree, *places, reduce, len(self.lacking))
 
     def computed(self) -> None:
         """Commit missing tokens and mark all rows as computed."""
@@ -180,15 +179,10 @@ class DraftState(TreeState):
 
     def _path(self, tokens: list[int]) -> list[int]:
         """Return the root and the longest path of rows with these tokens."""
-        children = {
-            (int(self._tree.parents[row]), self.tokens[row]): row for row in range(1, self.n_done)
-        }
         rows = [0]
-        for token in tokens:
-            row = children.get((rows[-1], token))
-            if row is None:
-                break
-            rows.append(row)
+        for row, parent in enumerate(self._tree.parents[1 : self.n_done].tolist(), 1):
+            if parent == rows[-1] and tokens[len(rows) - 1 : len(rows)] == [self.tokens[row]]:
+                rows.append(row)
         return rows
 
     def _known(self, tokens: list[int]) -> list[int]:
@@ -231,7 +225,7 @@ def select_tokens(builder: TreeBuilder, out: Tensor) -> Tensor:
     reduce = builder.reduce
     if reduce is None:
         return builder.select(state.changed(out, 0))
-    parts = torch.split(out, changed_rows(state.vocab_size))
-    starts = accumulate(map(len, parts), initial=0)
-    changed = (reduce(state.changed(part, i)) for i, part in zip(starts, parts, strict=False))
-    return builder.select(torch.cat(tuple(changed)))
+    n_rows = changed_rows(state.vocab_size)
+    starts = range(0, len(out), n_rows)
+    changed = [reduce(state.changed(out[start : start + n_rows], start)) for start in starts]
+    return builder.select(torch.cat(changed))

@@ -203,7 +203,7 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
     }  # fmt: skip
     with open_llm(pair.target, **settings) as llm:
         llm.engine.scheduler = type(llm.engine.scheduler)(10_000, 24)
-        llm.engine.drafter._model._n_rows = 1000
+        llm.engine.drafter._model.n_rows = 1000
         outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=60))
     assert_continued(outputs, pair.model, PROMPTS, 60)
     assert all(output.stats.tokens_per_pass > 1 for output in outputs), [

@@ -76,7 +76,7 @@ def test_table_finds_the_newest_prediction_of_the_longest_context(several, conte
 def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
     table = PredictionTable(n_most)
     wanted = list(kept(table, several).items())
-    assert len(table) == min(len(wanted), n_most)
+    assert len(table._after) == min(len(wanted), n_most)
     for key, successors in wanted[-n_most:]:
         assert found(table, key) == successors
 
@@ -180,8 +180,8 @@ def test_prompt_predictions_are_recorded(zoo, llm, monkeypatch, n_cheap):
     best = torch.softmax(logits_of(model, prompt), -1).topk(8)
     for end in range(3, 41):
         context = tuple(prompt[end - 3 : end])
-        assert (context in drafter._recycler.table) == (end > 39 - n_cheap)
-        if context in drafter._recycler.table:
+        assert (context in drafter._recycler.table._after) == (end > 39 - n_cheap)
+        if context in drafter._recycler.table._after:
             successors = found(drafter._recycler.table, context)
             assert list(successors) == best.indices[end - 1].tolist()
             np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)

@@ -134,9 +134,11 @@ Outcomes = Callable[[DraftTree, Tensor], Iterator[tuple[Decision, float]]]
 
 def outcomes(rule: VerificationRule) -> Outcomes:
     """Enumerate all outcomes of a rule, by its acceptance or the probability of every `draw`."""
-    if isinstance(rule, ResidualRule):
-        return lambda tree, target: decisions(rule.decide, tree, target)
-    return lambda tree, target: scripted(rule.verify, tree, target)
+    return lambda tree, target: (
+        decisions(rule.decide, tree, target)
+        if isinstance(rule, ResidualRule) and tree.sampled is not None
+        else scripted(rule.verify, tree, target)
+    )
 
 
 def decisions(decide: Decide, tree: DraftTree, target: Tensor) -> Iterator[tuple[Decision, float]]:

@@ -25,7 +25,7 @@ from offload_rt.speculate.protocols import DraftParts, DraftResources
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_drafter import TreeDrafter
-from offload_rt.speculate.tree_state import TreeState
+from offload_rt.speculate.tree_state import Path, TreeState
 from offload_rt.speculate.tree_types import tree_drafter
 from offload_rt.tree.topology import path_up
 from offload_rt.weights.heads import open_head
@@ -84,14 +84,9 @@ class BlockState(TreeState):
 
     def hidden(self) -> Tensor:
         """Return the hidden states (n, hidden_size) that predict the children of the new rows."""
-        blocks, depths = to_device(
-            [
-                torch.from_numpy(self._block_of[self.new_rows]),
-                torch.from_numpy(self.new_depths).long(),
-            ],
-            self.blocks.device,
-        )
-        return self.blocks[blocks, depths]
+        indices = self._block_of[self.new_rows], self.new_depths
+        host = [torch.from_numpy(part).long() for part in indices]
+        return self.blocks[to_device(host, self.blocks.device)]
 
 
 class BlockModel(LevelModel):
@@ -128,16 +123,10 @@ class BlockModel(LevelModel):
         super().end(sequence)
 
     @torch.inference_mode()
-    def _begin(
-        self, sequence: Sequence, n_nodes: int, is_alone: bool, path: abc.Sequence[int] = ()
-    ) -> TreeState:
-        state = BlockState(
-            self.vocab_size,
-            ROWS_PER_NODE * n_nodes,
-            sequence,
-            self.runner.device,
-            self._cached(sequence),
-        )
+    def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
+        cached = self._cached(sequence)
+        size = self.vocab_size, ROWS_PER_NODE * n_nodes
+        state = BlockState(*size, sequence, self.runner.device, cached)
         state.append(self._blocks(state, [[]]))
         return state
 
@@ -215,9 +204,8 @@ class BlockTreeBuilder(DynamicTreeBuilder):
         chances = self._nodes.chances
         gain = (conditioned_rate - inherited_rate) * chances[best].sum()
         rate = self.cost.best(chances, self.state.n_passes)[1]
-        pays = bool(gain > rate * self.cost.level_s)
-        self.state.recomputes = pays
-        return best if pays else places
+        self.state.recomputes = bool(gain > rate * self.cost.level_s)
+        return best if self.state.recomputes else places
 
     def _estimates_of(self, row: int) -> Estimates:
         if row == 0:
@@ -246,27 +234,18 @@ class BlockDrafter(TreeDrafter):
     def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
         temperature = sequence.temperature
         prefix = "coupled-" if self._is_coupled(temperature) else ""
-        conditioned, inherited = (
-            self.pair_stats.at(f"{prefix}{name}", temperature)
-            for name in ("conditioned", "inherited")
-        )
+        conditioned = self.pair_stats.at(f"{prefix}conditioned", temperature)
+        inherited = self.pair_stats.at(f"{prefix}inherited", temperature)
         root = self.estimates_at(temperature)
         conditioned.acceptance.first = float(root.acceptance.by_rank()[0])
         inherited.acceptance.first = _INHERITED * float(conditioned.acceptance.by_rank()[0])
         return partial(BlockTreeBuilder, conditioned=conditioned, inherited=inherited)
 
 
-def _open(parts: DraftParts) -> BlockDrafter:
-    return BlockDrafter(parts, is_dynamic=(True, False))
-
-
+_RESOURCES = DraftResources(find_heads=open_head, model="draft.block.BlockModel")
 # Coupled noise works with dynamic trees at every temperature.
 DRAFTER = replace(
-    tree_drafter(
-        dynamic_at_zero=True,
-        dynamic_above=False,
-        resources=DraftResources(find_heads=open_head, open_model=BlockModel),
-    ),
-    open=_open,
+    tree_drafter(dynamic_at_zero=True, dynamic_above=False, resources=_RESOURCES),
+    open=lambda parts: BlockDrafter(parts, is_dynamic=(True, False)),
     best_rule="coupled",
 )

@@ -1,6 +1,5 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a draft layer on hidden states of the target."""
 
-from offload_rt.speculate.head_model import HeadModel
 from offload_rt.speculate.tree_types import head_drafter
 
-DRAFTER = head_drafter(HeadModel)
+DRAFTER = head_drafter("HeadModel")

@@ -16,7 +16,6 @@ import torch
 from offload_rt.cost.tree_size import sizes_up_to
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
-from offload_rt.speculate.ngrams import path_tree
 from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
@@ -49,11 +48,9 @@ class NgramPool:
         """Add n-grams, each as the newest of its first token."""
         for first, *rest in ngrams:
             known = self._ngrams.pop(first, [])
-            newer = [*(ngram for ngram in known if ngram != tuple(rest)), tuple(rest)][
-                -_MOST_COLUMNS:
-            ]
-            self._ngrams[first] = newer
-            self._n += len(newer) - len(known)
+            newer = [*(ngram for ngram in known if ngram != tuple(rest)), tuple(rest)]
+            self._ngrams[first] = newer[-_MOST_COLUMNS:]
+            self._n += len(self._ngrams[first]) - len(known)
         while self._n > self._capacity:
             self._n -= len(self._ngrams.popitem(last=False)[1])
 
@@ -63,61 +60,46 @@ class NgramPool:
 
 
 @dataclass
-class Window:
-    """Trajectories: entry i of row k is a guess k + i tokens after the sequence's last token.
-
-    rows  the first row omits entry 0, the last token itself; a new window has a single row, a
-          full window `length - 1` rows for n-grams of `length` tokens
-    """
-
-    rows: list[list[int]] = field(default_factory=lambda: [[]])
-
-    def fit(self, n_columns: int, tokens: list[int], random_numbers: random.Random) -> None:
-        """Resize to `n_columns`; new entries are random choices from `tokens`."""
-        for level, row in enumerate(self.rows):
-            n = n_columns - (level == 0)
-            row[n:] = random_numbers.choices(tokens, k=max(n - len(row), 0))
-
-    def advance(self, last: int, predicted: list[int], length: int) -> list[tuple[int, ...]]:
-        """Advance by a token, whatever number was accepted; return the completed n-grams.
-
-        last       last token of the sequence, before it was extended
-        predicted  target predictions after each entry of the last row
-        length     tokens per n-gram
-        """
-        if len(self.rows) < length - 1:
-            self.rows = [*(row[1:] for row in self.rows), predicted[1:]]
-            return []
-        ngrams = list(zip([last, *self.rows[0]], *self.rows[1:], predicted, strict=True))
-        self.rows = [self.rows[1][1:], *self.rows[2:], predicted]
-        return ngrams
-
-
-@dataclass
 class _State:
-    """Lookahead state of a sequence.
+    """Lookahead state of a sequence: n-grams, and a window of trajectories.
 
     length     tokens per n-gram
+    rows       entry i of row k is a guess k + i tokens after the sequence's last token; the first
+               row omits entry 0, the last token itself; a new window has a single row, a full
+               window `length - 1` rows
     n_columns  columns of the window in the current pass
     """
 
     length: int
     pool: NgramPool = field(default_factory=NgramPool)
-    window: Window = field(default_factory=Window)
+    rows: list[list[int]] = field(default_factory=lambda: [[]])
     random_numbers: random.Random = field(default_factory=lambda: random.Random(0))
     n_columns: int = 0
 
     def fit(self, text: list[int], n_columns: int, n_levels: int) -> None:
-        """Resize the window to `n_columns`, limited by `n_levels`."""
-        height = len(self.window.rows)
+        """Resize the window to `n_columns`, limited by `n_levels`; new entries are random."""
+        height = len(self.rows)
         # A window with missing rows has an extra column per missing row, and loses a column with
         # each added row.
         by_rows = n_columns * (self.length - 1) // height
         by_levels = n_levels - height + 1
         wanted = n_columns + self.length - 1 - height
         self.n_columns = max(min(wanted, by_rows, by_levels), 0)
-        if self.n_columns:
-            self.window.fit(self.n_columns, text, self.random_numbers)
+        for level, row in enumerate(self.rows if self.n_columns else ()):
+            n = self.n_columns - (level == 0)
+            row[n:] = self.random_numbers.choices(text, k=max(n - len(row), 0))
+
+    def advance(self, last: int, predicted: list[int]) -> None:
+        """Advance the window by a token, whatever number was accepted; store completed n-grams.
+
+        last       last token of the sequence, before it was extended
+        predicted  target predictions after each entry of the last row
+        """
+        if len(self.rows) < self.length - 1:
+            self.rows = [*(row[1:] for row in self.rows), predicted[1:]]
+            return
+        self.pool.add(zip([last, *self.rows[0]], *self.rows[1:], predicted, strict=True))
+        self.rows = [self.rows[1][1:], *self.rows[2:], predicted]
 
     def add_text(self, tokens: list[int]) -> None:
         """Add all n-grams of a text."""
@@ -152,7 +134,7 @@ class Lookahead(Drafter):
             # A window with a single row starts at the root.
             last_row = [0, *range(n - tree.n_unverified, n)][-state.n_columns :]
             tokens = predicted.tokens[last_row, 0].tolist()
-            state.pool.add(state.window.advance(sequence.tokens[-1], tokens, state.length))
+            state.advance(sequence.tokens[-1], tokens)
         state.add_text([*sequence.tokens[1 - state.length :], *taken])
 
     def end(self, sequence: Sequence) -> None:
@@ -176,21 +158,22 @@ class Lookahead(Drafter):
         n_columns = min(n_rows // (2 * (state.length - 1)), _MOST_COLUMNS)
         state.fit(sequence.tokens, n_columns, n_levels)
         ngrams = state.pool.after(sequence.tokens[-1], max(n_columns, 1))
+        # Each path of this prefix tree extends an earlier path by a token.
         paths = dict.fromkeys(
             ngram[:k]
-            for ngram in ngrams
-            for k in range(1, min(sequence.n_allowed(ngram) + 1, n_levels))
+            for ngram in ((), *ngrams)
+            for k in range(min(sequence.n_allowed(ngram) + 1, n_levels))
         )
         n_candidates = n_rows - max(n_columns * (state.length - 1) - 1, 0)
-        parents, tokens = path_tree(sequence.tokens[-1], [*paths][: n_candidates - 1])
-        n_candidates = len(tokens)
+        nodes = {path: node for node, path in enumerate([*paths][:n_candidates])}
+        parents = [nodes[path[:-1]] if path else -1 for path in nodes]
+        tokens = [path[-1] if path else sequence.tokens[-1] for path in nodes]
         if state.n_columns:
-            _append_window(parents, tokens, state.window.rows)
-        expected = min(self._expected, max(map(len, paths), default=0) + 1)
-        n_unverified = len(tokens) - n_candidates
-        return DraftTree(
-            Topology(np.array(parents)), torch.tensor(tokens), None, expected, n_unverified
-        )
+            _append_window(parents, tokens, state.rows)
+        expected = min(self._expected, max(map(len, paths)) + 1)
+        n_unverified = len(tokens) - len(nodes)
+        topology = Topology(np.array(parents))
+        return DraftTree(topology, torch.tensor(tokens), None, expected, n_unverified)
 
 
 def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]]) -> None:
@@ -205,9 +188,5 @@ def _append_window(parents: list[int], tokens: list[int], rows: list[list[int]])
 
 
 DRAFTER = DrafterType(
-    Lookahead,
-    gives_draft_probs=False,
-    best_rule="match",
-    default_sizes=_SIZES,
-    n_levels=_N_LEVELS,
+    Lookahead, gives_draft_probs=False, best_rule="match", default_sizes=_SIZES, n_levels=_N_LEVELS
 )

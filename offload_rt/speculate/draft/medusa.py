@@ -1,6 +1,5 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): each head predicts a token at a fixed distance."""
 
-from offload_rt.speculate.head_model import MedusaModel
 from offload_rt.speculate.tree_types import head_drafter
 
-DRAFTER = head_drafter(MedusaModel)
+DRAFTER = head_drafter("MedusaModel")

@@ -20,18 +20,13 @@ from offload_rt.kv.sparse import RetrievalCache
 from offload_rt.ops import reference
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
-from offload_rt.speculate.protocols import (
-    SELF_SIZES,
-    DrafterType,
-    DraftParts,
-    DraftResources,
-)
+from offload_rt.speculate.protocols import SELF_SIZES, DrafterType, DraftParts, DraftResources
 from offload_rt.speculate.residual import ResidualRule
 from offload_rt.speculate.rows import ROWS_PER_NODE
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.text_drafter import Proposal
 from offload_rt.speculate.tree_drafter import TreeDrafter
-from offload_rt.speculate.tree_state import DraftState
+from offload_rt.speculate.tree_state import DraftState, Path
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 _RULE = ResidualRule(bottom_up=True, child_sampling="without_replacement")
@@ -50,13 +45,13 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
         """Levels computed so far."""
         return 1 + int(self._nodes.depths[self._nodes.rows >= 0].max())
 
-    def tip(self, n_max: int) -> tuple[list[int], int]:
+    def tip(self, n_max: int) -> tuple[Path, int]:
         """Return the path to the most probable pending node, and the number of tokens to guess."""
         nodes = self._nodes
         node = self._tip()
         n_levels_left = self._n_levels - 2 - int(nodes.depths[node])
         n_rows_left = ROWS_PER_NODE * self._n_nodes - len(self.state.tokens)
-        return [*self._path(node)], min(n_max, n_levels_left, n_rows_left)
+        return self._path(node), min(n_max, n_levels_left, n_rows_left)
 
     def guess(self, tree: DraftTree) -> None:
         """Add a chain of guessed tokens below the tip to the next pass."""
@@ -69,17 +64,14 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
         self._outs += selected
         while len(ready := self._ready()):
             self._expanded = ready
-            super().extend(
-                torch.stack([self._outs[row] for row in self._nodes.rows[ready].tolist()])
-            )
+            rows = self._nodes.rows[ready].tolist()
+            super().extend(torch.stack([self._outs[row] for row in rows]))
 
     def _ready(self) -> np.ndarray:
         """Return the nodes with a computed row whose children are not candidates yet."""
-        rows = enumerate(self._nodes.rows.tolist())
-        return np.array(
-            [place for place, row in rows if 0 <= row < len(self._outs) and row not in self._seen],
-            dtype=np.int64,
-        )
+        rows = self._nodes.rows
+        is_new = ~np.isin(rows, [*self._seen])
+        return np.flatnonzero((rows >= 0) & (rows < len(self._outs)) & is_new)
 
     def _tip(self) -> int:
         """Return the most probable node without a computed row, or the root if there is none."""
@@ -87,9 +79,9 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
 
     def _add(self, parents: list[int], tokens: list[int]) -> abc.Sequence[int]:
         places = list(zip(parents, tokens, strict=True))
-        for parent, token in places:
-            if (parent, token) not in self._row_of:
-                (self._row_of[parent, token],) = self.state.add([parent], [token])
+        for place in places:
+            if place not in self._row_of:
+                (self._row_of[place],) = self.state.add(place[:1], place[1:])
         return [self._row_of[place] for place in places]
 
 
@@ -112,10 +104,10 @@ class ResampledChainBuilder(StaticTreeBuilder):
         """Levels computed so far."""
         return self._level
 
-    def tip(self, n_max: int) -> tuple[list[int], int]:
+    def tip(self, n_max: int) -> tuple[Path, int]:
         """Return the chain so far, and the number of tokens to guess below it."""
         n_left = len(self._tokens) - 2 - self._level
-        return self._tokens[1 : self._level + 1].tolist(), min(n_max, n_left)
+        return tuple(self._tokens[1 : self._level + 1].tolist()), min(n_max, n_left)
 
     def guess(self, tree: DraftTree) -> None:
         """Set the chain to verify next."""
@@ -180,11 +172,8 @@ class TriForce(TreeDrafter):
         return super()._start_tree(sequence, n_nodes, n_sequences)
 
     def _grow(self, builders: abc.Sequence[StaticTreeBuilder | DynamicTreeBuilder]) -> int:
-        guessing = [
-            builder
-            for builder in builders
-            if isinstance(builder, GuessedTreeBuilder | ResampledChainBuilder)
-        ]
+        types = GuessedTreeBuilder | ResampledChainBuilder
+        guessing = [builder for builder in builders if isinstance(builder, types)]
         if not guessing:
             return 0
         self._n_trees += 1
@@ -207,12 +196,11 @@ class TriForce(TreeDrafter):
             if n < 1 or builder.state.lacking:
                 continue
             sequence = builder.state.sequence
-            is_coupled = builder.state.noise is not None
+            n_coupled = 0 if builder.state.noise is None else n
             is_chain = isinstance(builder, ResampledChainBuilder)
             kind = "without_replacement" if is_chain else "deterministic"
-            state = self._small.start(
-                sequence, 1 + _N_GUESSES, len(growing) == 1, n * is_coupled, path
-            )
+            is_alone = len(growing) == 1
+            state = self._small.start(sequence, 1 + _N_GUESSES, is_alone, n_coupled, path)
             plan = StaticTree(Topology.chain(1 + n), 1.0, kind, sequence.temperature)
             begun.append((builder, StaticTreeBuilder(state, plan, Acceptance())))
         self._small.grow([small_builder for _, small_builder in begun])
