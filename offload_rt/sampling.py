@@ -172,10 +172,9 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens | None:
     """Return the k most probable tokens from logits (n, vocabulary); None for k = 0."""
     if k == 0:
         return None
-    parts = [
-        ops.top(logits[rows], min(k, logits.shape[-1]), 1.0) for rows in _parts(0, len(logits))
-    ]
-    probs, tokens = (torch.cat(column) for column in zip(*parts, strict=True))
+    k = min(k, logits.shape[-1])
+    parts = [ops.top(logits[rows], k, 1.0) for rows in _parts(0, len(logits))]
+    probs, tokens = map(torch.cat, zip(*parts, strict=True))
     return TopTokens(*to_host([tokens, probs]))
 
 
@@ -195,24 +194,20 @@ def token_logprobs(
     logits  (n, vocabulary), which predicted the tokens
     """
     (chosen,) = to_device([torch.tensor(tokens)], logits.device)
+    vocab_size = logits.shape[-1]
+    k = vocab_size if k < 0 else min(k, vocab_size)
     entries = []
     for part in _parts(0, len(logits)):
         logprobs = logits[part].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        chosen_logprobs = logprobs.gather(-1, chosen[part, None])
-        best = logprobs.topk(logits.shape[-1] if k < 0 else min(k, logits.shape[-1]))
-        rank = (logprobs > chosen_logprobs).sum(-1, keepdim=True) + 1
-        ids = torch.cat((chosen[part, None], best.indices), -1)
-        values = torch.cat((chosen_logprobs, best.values), -1)
-        host = (tensor.tolist() for tensor in to_host([rank, ids, values]))
+        own = chosen[part, None]
+        best = logprobs.topk(k)
+        rank = (logprobs > logprobs.gather(-1, own)).sum(-1, keepdim=True) + 1
+        # The token itself precedes the top tokens, possibly as a duplicate.
+        ids = torch.cat((own, best.indices), -1)
+        host = (tensor.tolist() for tensor in to_host([rank, ids, logprobs.gather(-1, ids)]))
         for own_rank, row_ids, row_values in zip(*host, strict=True):
-            ranks = (*own_rank, *range(1, len(row_ids)))
-            # The token itself precedes the top tokens, possibly as a duplicate.
-            entries.append(
-                {
-                    id: Logprob(value, n, decode and decode(id))
-                    for id, value, n in zip(row_ids, row_values, ranks, strict=True)
-                }
-            )
+            columns = zip(row_ids, row_values, (*own_rank, *range(1, k + 1)), strict=True)
+            entries.append({id: Logprob(x, n, decode and decode(id)) for id, x, n in columns})
     return entries
 
 
@@ -226,9 +221,8 @@ def generator_on(device: torch.device, generator: torch.Generator) -> torch.Gene
 
 def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
     """Draw a token per distribution (n, vocabulary) by inversion in float64; synchronizes once."""
-    (uniforms,) = to_device(
-        [torch.rand(len(probs), dtype=torch.float64, generator=generator)], probs.device
-    )
+    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator)
+    (uniforms,) = to_device([uniforms], probs.device)
     tokens = []
     for rows in _parts(0, len(probs)):
         cumulative = probs[rows].cumsum(-1, dtype=torch.float64)
@@ -239,8 +233,8 @@ def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
     return [int(token) for token in to_host([torch.cat(tokens)])[0]]
 
 
-def _parts(start: int, stop: int, n_rows: int = _N_ROWS) -> Iterator[slice]:
-    return (slice(row, min(row + n_rows, stop)) for row in range(start, stop, n_rows))
+def _parts(start: int, stop: int) -> Iterator[slice]:
+    return (slice(row, min(row + _N_ROWS, stop)) for row in range(start, stop, _N_ROWS))
 
 
 def _probs_of(
@@ -285,20 +279,14 @@ class _Change:
         seen = set(context.tokens) if self._penalty != 1.0 else ()
         ends = context.end_ids if self._n_early > 0 else ()
         self._bad_words = context.bad_words
-        ids = (
-            seen,
-            answer if self._counts else (),
-            ends,
-            bias,
-            self._bad_words.singles,
-            params.allowed_token_ids,
-        )
+        singles = self._bad_words.singles
+        counted = answer if self._counts else ()
+        ids = seen, counted, ends, bias, singles, params.allowed_token_ids
         host = [torch.tensor([*part], dtype=torch.int64) for part in ids]
         host.append(torch.tensor([*bias.values()], dtype=torch.float64))
         placed = to_device(host, device)
-        self._seen, self._answer, self._ends, self._biased, self._bad, self._allowed, self._bias = (
-            placed
-        )
+        self._seen, self._answer, self._ends, self._biased = placed[:4]
+        self._bad, self._allowed, self._bias = placed[4:]
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Return changed logits (n, vocabulary) for nodes with these paths."""
@@ -307,23 +295,18 @@ class _Change:
         early = torch.tensor([len(path) < self._n_early for path in paths], dtype=torch.bool)
         on_path, early = to_device([on_path.view(-1, 2), early], logits.device)
         if len(self._biased):
-            logits = logits.index_add(
-                1, self._biased, self._bias.to(logits.dtype).expand(len(logits), -1)
-            )
+            bias = self._bias.to(logits.dtype).expand(len(logits), -1)
+            logits = logits.index_add(1, self._biased, bias)
         if self._penalty != 1.0:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
             logits = torch.where(_occurrences(logits, self._seen, on_path) > 0, penalised, logits)
         if self._counts:
             n = _occurrences(logits, self._answer, on_path)
-            logits = (
-                logits
-                - self._params.frequency_penalty * n
-                - self._params.presence_penalty * (n > 0)
-            )
+            logits = logits - self._params.frequency_penalty * n
+            logits = logits - self._params.presence_penalty * (n > 0)
         if len(self._ends):
-            logits = torch.where(
-                early[:, None], logits.index_fill(1, self._ends, -torch.inf), logits
-            )
+            without = logits.index_fill(1, self._ends, -torch.inf)
+            logits = torch.where(early[:, None], without, logits)
         return self._mask(logits, paths)
 
     def _mask(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -344,11 +327,8 @@ class _Change:
 def _occurrences(logits: Tensor, tokens: Tensor, on_path: Tensor) -> Tensor:
     """Count tokens per row: occurrences in `tokens`, and in `on_path` (m, 2) pairs (row, token)."""
     increment = torch.ones_like(logits[0, 0])
-    counts = (
-        torch.zeros_like(logits[0])
-        .index_put_((tokens,), increment, accumulate=True)
-        .repeat(len(logits), 1)
-    )
+    counts = torch.zeros_like(logits[0]).index_put_((tokens,), increment, accumulate=True)
+    counts = counts.repeat(len(logits), 1)
     return counts.index_put_((on_path[:, 0], on_path[:, 1]), increment, accumulate=True)
 
 

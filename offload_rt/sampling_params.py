@@ -190,16 +190,14 @@ class SamplingParams:
         check_settings(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "bad_words_ids", "allowed_token_ids"):
             object.__setattr__(self, name, _items(name, getattr(self, name)))
-        words = _items("bad_words_ids", self.bad_words_ids)
-        words = tuple(_items("bad_words_ids", word) for word in words)
+        words = tuple(_items("bad_words_ids", word) for word in self.bad_words_ids)
         object.__setattr__(self, "bad_words_ids", words)
         if self.max_new_tokens is not None:
             if self.max_tokens not in (_N_TOKENS, self.max_new_tokens):
-                raise SettingsError(
-                    "max_tokens and max_new_tokens", need="a single value", have="two values"
-                )
+                names = "max_tokens and max_new_tokens"
+                raise SettingsError(names, need="a single value", have="two values")
             object.__setattr__(self, "max_tokens", self.max_new_tokens)
             object.__setattr__(self, "max_new_tokens", None)  # `replace` can change max_tokens
         for names, holds, need in _RANGES:
@@ -210,9 +208,8 @@ class SamplingParams:
                 except (TypeError, AttributeError):
                     is_right = False
                 if not is_right:
-                    raise SettingsError(
-                        f"{name} is {value!r}", need=need, change=f"change {flag_of(name)}"
-                    )
+                    change = f"change {flag_of(name)}"
+                    raise SettingsError(f"{name} is {value!r}", need=need, change=change)
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputs):
                 have = type(self.structured_outputs).__name__

@@ -157,21 +157,6 @@ def test_top_tokens_are_the_most_probable(dtype):
     assert top_tokens(logits, 1000).tokens.shape == (70, VOCABULARY)
 
 
-@given(st.floats(0.05, 5), st.floats(0.01, 1), st.integers(0, 70), st.floats(0, 1),
-       st.floats(0.2, 3), st.integers(0, 10**6))  # fmt: skip
-def test_probabilities_sum_to_one_and_keep_the_best_token(
-    temperature, top_p, top_k, min_p, penalty, seed
-):
-    filters = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    logits, contexts = random_logits(seed, n=3)
-    got = of_settings(logits, {**filters, "repetition_penalty": penalty}, contexts)[:]
-    assert (got >= 0).all()
-    torch.testing.assert_close(got.sum(-1), torch.ones(3), atol=1e-5, rtol=0)
-    greedy = of_settings(logits, {"temperature": 0.0, "repetition_penalty": penalty}, contexts)
-    best = torch.tensor(greedy.best(slice(None)))
-    assert (got.gather(-1, best[:, None]) > 0).all(), "the most probable token is never filtered"
-
-
 # Top-p orders a row's first tokens, and all of a row only where these do not reach it.
 
 

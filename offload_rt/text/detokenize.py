@@ -79,10 +79,10 @@ class TextStream:
         starts = {
             stop: self.text.find(stop, max(n_before - len(stop) + 1, 0)) for stop in self._stop
         }
-        matches = {stop: start for stop, start in starts.items() if start >= 0}
+        matches = [stop for stop in self._stop if starts[stop] >= 0]
         if matches:
-            self.stop_string = min(matches, key=lambda stop: matches[stop])
-            self.text = self.text[: matches[self.stop_string]]
+            self.stop_string = min(matches, key=starts.__getitem__)
+            self.text = self.text[: starts[self.stop_string]]
 
     def decode(self, token: int) -> str:
         """Decode one token alone."""
@@ -107,10 +107,10 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
         return decoded.encode()
     symbol = str(tokenizer.convert_ids_to_tokens(token))
     if match := _BYTE_TOKEN.fullmatch(symbol):
-        return bytes([int(match[1], 16)])
+        return bytes.fromhex(match[1])
     alphabet = _byte_alphabet()
-    if all(character in alphabet for character in symbol):
-        return bytes(alphabet[character] for character in symbol)
+    if alphabet.keys() >= {*symbol}:
+        return bytes(map(alphabet.__getitem__, symbol))
     return decoded.encode()
 
 
@@ -139,18 +139,18 @@ def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
         else:
             from transformers import AutoTokenizer  # imports in 0.3 s beside transformers
 
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, config=_type_of_model(path), trust_remote_code=False, local_files_only=True
-            )
+            options = {"trust_remote_code": False, "local_files_only": True}
+            tokenizer = AutoTokenizer.from_pretrained(path, config=_type_of_model(path), **options)
     except Exception as error:  # transformers and tokenizers raise OSError to bare Exception
         problem = f"the tokenizer in {path} cannot be loaded: {_brief(error)}"
-        raise CheckpointError(
-            problem, change="download it again, or use a tokenizer that transformers knows"
-        ) from error
-    if tokenizer is not None and tokenizer.chat_control_tokens is None:
+        change = "download it again, or use a tokenizer that transformers knows"
+        raise CheckpointError(problem, change=change) from error
+    if tokenizer is None:
+        return None
+    if tokenizer.chat_control_tokens is None:
         # Markers such as <think> and <tool_call> stay tokens: clients send them in history.
         tokenizer.chat_control_tokens = ()
-    if tokenizer is not None and isinstance(tokenizer.chat_template, str):
+    if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = without_mutation(tokenizer.chat_template)
     return tokenizer
 
@@ -169,20 +169,16 @@ def _type_of_model(path: Path) -> "PreTrainedConfig | None":
 
     The complete config imports the model's config class, which is slower than the tokenizer.
     """
-    about = path / "tokenizer_config.json"
-    config = path / "config.json"
-    named = (
-        json.loads(about.read_text(encoding="utf-8")).get("tokenizer_class")
-        if about.exists()
-        else None
-    )
-    if not named or not config.exists():
+    files = path / "tokenizer_config.json", path / "config.json"
+    if not all(file.exists() for file in files):
+        return None
+    about, config = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    if not about.get("tokenizer_class"):
         return None
     from transformers import PreTrainedConfig
 
     minimal = PreTrainedConfig()
-    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
-    minimal.model_type = kind  # type: ignore[misc]  # changes this instance only
+    minimal.model_type = config.get("model_type", "")  # type: ignore[misc]  # of this instance
     return minimal
 
 

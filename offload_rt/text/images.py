@@ -132,9 +132,8 @@ class ImageReader:
         elif self.reads_files and isinstance(source, str | PathLike):
             content = read_image(Path(source), self.limits.nbytes)
         else:
-            need = '"data:image/png;base64,..."'
-            if self.reads_files:
-                need += ", a path or an image of Pillow"
+            more = ", a path or an image of Pillow" if self.reads_files else ""
+            need = '"data:image/png;base64,..."' + more
             raise PromptError("no URL", need=need, have=reprlib.repr(source))
         return decode_image(content, self.limits)
 
@@ -197,22 +196,18 @@ def decode_image(content: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> "Image
     """
     _check_size(len(content), limits.nbytes)
     image = _open(content)
-    n_pixels = image.width * image.height
-    max_pixels = limits.n_pixels
-    if image.format == "WEBP":
-        max_pixels = min(max_pixels, _MAX_WEBP_PIXELS)
-    if n_pixels > max_pixels:
+    most_webp = _MAX_WEBP_PIXELS if image.format == "WEBP" else limits.n_pixels
+    max_pixels = min(limits.n_pixels, most_webp)
+    if image.width * image.height > max_pixels:
         have = f"{image.width} x {image.height}"
         need = f"at most {max_pixels} pixels"
         raise PromptError("the image is too large", need=need, have=have, change="scale it down")
-    is_jpeg = image.format in ("JPEG", "MPO")
-    if is_jpeg and content.count(b"\xff\xda") > _MAX_JPEG_SCANS:
+    if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > _MAX_JPEG_SCANS:
         raise PromptError("the image has too many scans", need=f"at most {_MAX_JPEG_SCANS}")
     try:
         return _upright(image)
     except Exception as error:  # Pillow's decoders raise errors of a dozen types
-        have = str(error)[:200]
-        raise PromptError("the image is damaged or incomplete", have=have) from error
+        raise PromptError("the image is damaged or incomplete", have=str(error)[:200]) from error
 
 
 def _open(content: bytes) -> "Image":

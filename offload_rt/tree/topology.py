@@ -263,9 +263,8 @@ class DraftTree:
         sampled = self.sampled
         if sampled is not None:
             sampled = replace(sampled, is_sampled=sampled.is_sampled[:n], row_of=sampled.row_of[:n])
-        return DraftTree(
-            Topology(self.topology.parents[:n]), self.tokens[:n], sampled, self.expected
-        )
+        topology = Topology(self.topology.parents[:n])
+        return DraftTree(topology, self.tokens[:n], sampled, self.expected)
 
     def paths(self) -> list[tuple[int, ...]]:
         """Return the tokens from below the root to each node."""

@@ -3,13 +3,13 @@
 import itertools
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from support.tiny import (
     DRAFTERS,
-    chi_square_p,
     drafter_of,
     engine_of,
     logits_of,
@@ -81,52 +81,23 @@ def test_noise_depends_on_seed_position_and_token(monkeypatch, seed):
 
 
 def test_logarithm_is_exact_over_the_whole_range():
-    words = torch.cat(
-        [torch.arange(5000), torch.randint(2**32, (5000,)), 2**32 - 1 - torch.arange(5000)]
-    )
+    first = torch.arange(5000)
+    words = torch.cat([first, torch.randint(2**32, (5000,)), 2**32 - 1 - first])
     x = (words.double() + 0.5) / 2**32
     result = noise._minus_log(x)
     assert torch.equal(result.float(), -torch.where(x > 0.5, torch.log1p(x - 1), x.log()).float())
     assert 0 < float(result.min()) < 2**-32 and float(result.max()) < 23
 
 
-def test_noise_is_uniform_and_independent():
-    """Of fixed seeds: each value, and the next one's beside it, in position, token and seed."""
-    first, other = (exponentials(seed, 0, 150, 150, CPU).double() for seed in (3, 4))
-    tenth = {
-        name: (-(-noise).expm1() * 10).long()
-        for name, noise in (("first", first), ("other", other))
-    }
-    pairs = {
-        "position": (tenth["first"][:-1], tenth["first"][1:]),
-        "token": (tenth["first"][:, :-1], tenth["first"][:, 1:]),
-        "seed": (tenth["first"], tenth["other"]),
-        "upper word of the seed": (
-            tenth["first"],
-            (-(-exponentials(3 + 2**32, 0, 150, 150, CPU)).expm1() * 10).long(),
-        ),
-    }
-    for name, (numbers, beside) in pairs.items():
-        counts = torch.bincount((10 * numbers + beside).flatten(), minlength=100).numpy()
-        assert chi_square_p(counts, np.full(100, counts.sum() / 100)) > 1e-6, name
-
-
 def test_noise_rows_are_generated_once_and_released(monkeypatch):
-    made = []
-    plain = exponentials
-
-    def counted(seed, first, n, *more):
-        made.append(n)
-        return plain(seed, first, n, *more)
-
-    monkeypatch.setattr(noise, "exponentials", counted)
+    monkeypatch.setattr(noise, "exponentials", made := Mock(wraps=exponentials))
     monkeypatch.setattr(noise, "_N_AHEAD", 3)
     rows = NoiseRows(5)
     for first, n in ((10, 6), (10, 2), (13, 5), (16, 1), (40, 3), (41, 4)):
-        assert torch.equal(rows.at(first, n, 9, CPU), plain(5, first, n, 9, CPU))
-    assert made == [6, 3, 3, 3]
-    assert torch.equal(rows.at(41, 4, 7, CPU), plain(5, 41, 4, 7, CPU))
-    assert torch.equal(rows.at(39, 2, 7, CPU), plain(5, 39, 2, 7, CPU))
+        assert torch.equal(rows.at(first, n, 9, CPU), exponentials(5, first, n, 9, CPU))
+    assert [call.args[2] for call in made.call_args_list] == [6, 3, 3, 3]
+    for first, n in ((41, 4), (39, 2)):
+        assert torch.equal(rows.at(first, n, 7, CPU), exponentials(5, first, n, 7, CPU))
 
 
 @pytest.mark.parametrize("p", [[0.7, 0.3], [0.02, 0.98], [0.5, 0.1, 0.4], [0.25, 0.0, 0.75]])
@@ -145,31 +116,26 @@ def test_impossible_tokens_are_never_drawn():
     """Including denormal probabilities; at temperature 0 only the most probable token is drawn."""
     tiny = torch.tensor([0.0, 1e-45, 1.0, 0.0])
     largest = float(noise._minus_log(torch.tensor([2.0**-33]).double()))
-    for numbers in (
-        torch.full((4,), largest),
-        torch.tensor([2.0**-33, largest, largest, 2.0**-33]),
-    ):
-        assert coupled.draw(tiny[None], numbers) == 2
-        assert coupled.draw(tiny[None].double(), numbers) == 2
+    for numbers in ([largest] * 4, [2.0**-33, largest, largest, 2.0**-33]):
+        for probs in (tiny[None], tiny[None].double()):
+            assert coupled.draw(probs, torch.tensor(numbers)) == 2
 
 
 # The promise
 
+ENDS = (*range(0, 128, 4),)
 PARAMS = (
     {"temperature": 0.7},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.3},
-    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9, "min_tokens": 9, "stop_token_ids": ENDS},
+    {"temperature": 1.3, "top_k": 20, "repetition_penalty": 1.3, "frequency_penalty": -0.3},
+    {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {5: 3.0}},
 )
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30))] + [[5, 1, 2, 3, 4] * 5]
 N_NEW = 20
 
 
 def params_of(seed):
-    return [
-        SamplingParams(max_new_tokens=N_NEW, seed=seed + i, **settings)
-        for i, settings in enumerate(PARAMS)
-    ]
+    return [SamplingParams(N_NEW, seed=seed + i, **more) for i, more in enumerate(PARAMS)]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +145,7 @@ def plain_texts(pair):
         texts = {}
         for seed in (1, 900):
             several = zip(PROMPTS, params_of(seed), strict=True)
-            texts[seed] = [llm.generate(prompt, params)[0].token_ids for prompt, params in several]
+            texts[seed] = [llm.generate(*each)[0].token_ids for each in several]
     return texts
 
 
@@ -187,9 +153,10 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
     """By transformers' logits and the noise of each position."""
     for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
         tokens = list(prompt)
-        for _ in range(N_NEW):
+        for _ in text:
             logits = logits_of(pair.model, tokens)[-1:]
-            target = NodeProbs(logits, params, Context(tokens), [[]])[:][0]
+            context = Context(tokens, len(prompt), {*params.stop_token_ids})
+            target = NodeProbs(logits, params, context, [[]])[:][0]
             row = exponentials(params.seed, len(tokens), 1, len(target), CPU)[0]
             tokens.append(int((target.log() - row.log()).argmax()))
         assert tokens[len(prompt) :] == text
@@ -232,15 +199,11 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
     """The most probable path after the noise is the text."""
     with open_llm(twin.target, draft_model=str(twin.draft), max_model_len=128) as llm:
         shape = Topology.chain(5) if drafter == "static_tree" else None
-        built = drafter_of(
-            llm, drafter, "coupled", DraftLimits(40, 5, fixed_size=True), shape=shape
-        )
+        limits = DraftLimits(40, 5, fixed_size=True)
+        built = drafter_of(llm, drafter, "coupled", limits, shape=shape)
         engine = engine_of(llm, built, load_rule("coupled"), n_nodes=80)
-        several = [
-            SamplingParams(40, temperature=temperature, seed=7) for temperature in (0.5, 1.4)
-        ]
-        for prompt, params in zip(([1, 2, 3], [4]), several, strict=True):
-            engine.add(Sequence(list(prompt), params, 128))
+        for prompt, temperature in (([1, 2, 3], 0.5), ([4], 1.4)):
+            engine.add(Sequence(prompt, SamplingParams(40, temperature, seed=7), 128))
         lengths = [len(event.token_ids) for _ in range(8) for event in engine.step()]
     # A grown tree has other branches, too, instead of a last node now and then.
     assert lengths == [5] * 16 if drafter == "static_tree" else sum(lengths) > 72

@@ -45,9 +45,8 @@ def test_matrix_is_rounded_to_the_nearest_code(rounding, dtype):
     for tensor in layout.views(layer.block).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     copy = quantised(layer, rounding, torch.device("cpu"))
-    ours, plain = (
-        Format(None).view(part.layout, part.block, dtype.torch) for part in (copy, layer)
-    )
+    ours = Format(None).view(copy.layout, copy.block, dtype.torch)
+    plain = Format(None).view(layout, layer.block, dtype.torch)
     exact = ["model.embed_tokens.weight", "norm.weight", "up.bias"]
     for name in exact + ["odd.weight"] * (rounding == "int4"):
         assert torch.equal(ours.tensor(name), plain.tensor(name))
@@ -110,9 +109,8 @@ def planned(
     """The draft model of a plan for a GPU, with its memory plan."""
     settings = {"draft_quantize": draft_quantize, "tree_size": tree_size, "max_model_len": 512}
     config = EngineConfig(target, draft, **settings)
-    sizes, draft = (
-        Sizes.of_spec(parse_architecture(KNOWN[name]), DType.FLOAT16) for name in (target, draft)
-    )
+    specs = (parse_architecture(KNOWN[name]) for name in (target, draft))
+    sizes, draft = (Sizes.of_spec(spec, DType.FLOAT16) for spec in specs)
     budget = MemoryBudget(device, 200 << 30 if has_card else 0, has_card=has_card)
 
     def fit(draft, config):

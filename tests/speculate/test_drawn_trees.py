@@ -38,19 +38,18 @@ class Letters:
         self._seed = seed
 
     def masks_after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        return torch.tensor([[self._word(path)] for path in paths], dtype=torch.int32)
+        words = [self._word(path) if self.allows(path) else -1 for path in paths]
+        return torch.tensor(words, dtype=torch.int32)[:, None]
 
     def allows(self, text: tuple[int, ...]) -> bool:
         return all(self.after(text[:i])[token] for i, token in enumerate(text))
 
     def after(self, text: tuple[int, ...]) -> list[bool]:
         """Whether each token may follow a text within the grammar; at least one may."""
-        number = np.random.default_rng((self._seed, *text)).integers(1, 2**VOCABULARY)
-        return [bool(number >> token & 1) for token in range(VOCABULARY)]
+        return [bool(self._word(text) >> token & 1) for token in range(VOCABULARY)]
 
-    def _word(self, path: tuple[int, ...]) -> int:
-        bits = self.after(path) if self.allows(path) else [True] * VOCABULARY
-        return sum(bit << token for token, bit in enumerate(bits))
+    def _word(self, text: tuple[int, ...]) -> int:
+        return int(np.random.default_rng((self._seed, *text)).integers(1, 2**VOCABULARY))
 
 
 class MaskedLanguage(Language):
@@ -105,13 +104,8 @@ def drawn_children(draw: Draw, kind: str) -> Callable[..., Tensor]:
             exact_draws(row.double().numpy(), n, kind == "independent", tokens.nonzero()[:, 0])
             for row, tokens in zip(probs, struck, strict=True)
         ]
-        chosen = itertools.product(*(row.items() for row in rows))
-        return torch.tensor(
-            draw(
-                ([tokens for tokens, _ in each], float(np.prod([q for _, q in each])))
-                for each in chosen
-            )
-        )
+        outcomes = (zip(*each, strict=True) for each in itertools.product(*map(dict.items, rows)))
+        return torch.tensor(draw((tokens, float(np.prod(q))) for tokens, q in outcomes))
 
     return children
 

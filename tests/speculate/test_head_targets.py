@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.gguf_files import build
 from support.heads import PUBLISHED, small_target, write_head
-from support.tiny import CASES, assert_continued, generate, keep_steady, open_llm, prompt_of
+from support.tiny import CASES, assert_continued, keep_steady, open_llm, prompt_of
 from torch import Tensor
 
 from offload_rt import SamplingParams
@@ -40,23 +40,22 @@ def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, hea
         llm.engine.reset_prefix_cache()
         with monkeypatch.context() as patch:
             patch.setattr(HeadModel, "observe", observed)
-            alone = llm.generate(prompts[0], SamplingParams(max_new_tokens=16))[0]
-        again = llm.generate(prompts[0] + alone.token_ids[:9], SamplingParams(max_new_tokens=7))[0]
+            outputs += llm.generate(prompts[0], SamplingParams(max_new_tokens=16))
+        text = prompts[0] + outputs[0].token_ids
+        outputs += llm.generate(text[:-7], SamplingParams(max_new_tokens=7))
         weights = llm.engine.draft.non_layer
         taps = llm.engine.draft.spec.taps
         assert isinstance(weights, HeadWeights)
-        ids = torch.arange(8)
         embedding = model.get_input_embeddings().weight
-        torch.testing.assert_close(weights.rows(ids, EMBED), embedding, atol=0, rtol=0)
+        assert torch.equal(weights.rows(torch.arange(8), EMBED), embedding)
         x = torch.randn(3, embedding.shape[1])
         product = x @ model.get_output_embeddings().weight.T
         shared = weights.target.linear(x, weights.shared[HEAD])
         torch.testing.assert_close(shared, product, atol=1e-4, rtol=1e-4)
-    texts = [generate(model, prompt, 16) for prompt in prompts]
-    assert [output.token_ids for output in outputs] == texts
-    assert alone.token_ids == texts[0] and again.token_ids == texts[0][9:]
-    assert all(output.stats.nodes_per_tree > 1 for output in (*outputs, alone, again))
-    tokens = torch.tensor([prompts[0] + alone.token_ids])
+    assert_continued(outputs[:-1], model, [*prompts, prompts[0]], 16)
+    assert outputs[-1].token_ids == text[-7:]
+    assert all(output.stats.nodes_per_tree > 1 for output in outputs)
+    tokens = torch.tensor([text])
     with torch.no_grad():
         known = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
     for row, seen in states.items():

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.texts import assert_distributions, exact_distributions, sampled_texts, small_pair
 from support.tiny import (
     Pair,
     assert_continued,
@@ -28,7 +27,6 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
 from offload_rt.speculate.learner import Learner, Passage
-from offload_rt.speculate.select import load_rule
 from offload_rt.system.files import cache_directory
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("empty_cache")]
@@ -61,9 +59,7 @@ def read(learner: Learner, passages: list[Passage], waited_s: float = 1e9) -> No
     """Feed passages to a learner, with a given link wait after every layer."""
     for passage in passages:
         n = len(passage.labels.tokens)
-        sequence = Sequence(
-            passage.tokens[: len(passage.tokens) - n + 1].tolist(), SamplingParams(1000), 1000
-        )
+        sequence = Sequence(passage.tokens[: 1 - n].tolist(), SamplingParams(1000), 1000)
         learner.add(sequence, passage.labels)
         sequence.extend([*passage.tokens[-n + 1 :].tolist(), 0])
         learner.end(sequence)
@@ -87,19 +83,6 @@ def learner_of(llm: LLM) -> Learner:
     return llm.engine.drafter._learner
 
 
-def learns_at_every_layer(llm: LLM) -> Learner:
-    """Make a learner learn and serve at every layer, with or without gain."""
-    learner = learner_of(llm)
-
-    def meanwhile() -> None:
-        learner._meter.waited_s += 1e9
-        learner.work()
-
-    learner._judge = lambda gain: learner._serve(True)
-    llm.engine.runner.meanwhile = meanwhile
-    return learner
-
-
 def adapted(learner: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Each matrix of the draft in transformers, with a and b of its change."""
     for i, view in enumerate(learner._layers):
@@ -110,9 +93,8 @@ def adapted(learner: Learner, model: PreTrainedModel) -> Iterator[tuple[Tensor, 
 def cross_entropy(model: PreTrainedModel, passage: Passage) -> Tensor:
     """Return (m,) float64 cross-entropies over the best tokens and one class for the rest."""
     tokens, probs = passage.labels
-    q = torch.softmax(model(passage.tokens[None]).logits[0, -len(tokens) :].double(), -1).gather(
-        1, tokens
-    )
+    logits = model(passage.tokens[None]).logits[0, -len(tokens) :].double()
+    q = logits.softmax(-1).gather(1, tokens)
     return -(probs * q.log()).sum(-1) - (1 - probs.sum(-1)) * (1 - q.sum(-1)).log()
 
 
@@ -145,27 +127,20 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
 def test_learning_lowers_the_loss_on_unseen_texts(zoo, tmp_path):
     """The target is the draft with a change of rank two. Two runs give equal losses."""
     draft = zoo.pair("llama", 0).model
-    runs = []
     target = nearly(draft, 0.0)
-    generator = torch.Generator().manual_seed(0)
     for layer in target.model.layers:
         weight = layer.mlp.down_proj.weight
-        weight.data += torch.randn(len(weight), 2, generator=generator) @ torch.randn(
-            2, weight.shape[1], generator=generator
-        )
+        weight.data += torch.randn(len(weight), 2) @ torch.randn(2, weight.shape[1])
     pair = save_pair(tmp_path, target, draft)
     passages = [passage_of(pair.model, seed) for seed in range(12)]
+    unseen = [passage_of(pair.model, seed) for seed in range(100, 106)]
+    runs = []
     for _ in range(2):
-        with opened(pair) as (llm, learner):
+        with opened(pair) as (llm, learner), torch.no_grad():
             before = weights_of(llm)
             read(learner, passages)
-            unseen = [passage_of(pair.model, seed) for seed in range(100, 106)]
-            with torch.no_grad():
-                losses = [
-                    torch.cat([learner.loss(text, share) for text in unseen]).mean()
-                    for share in (0.0, 1.0)
-                ]
-            runs.append([float(loss) for loss in losses])
+            losses = [[learner.loss(text, share).mean() for text in unseen] for share in (0.0, 1.0)]
+            runs.append([float(torch.stack(each).mean()) for each in losses])
             assert learner.n_predicted and not torch.equal(weights_of(llm), before)
     assert runs[0] == runs[1]
     assert runs[0][1] < runs[0][0] - 0.1
@@ -181,10 +156,8 @@ def test_passage_has_accepted_tokens_and_predictions(pair):
             learner.add(sequence, TopTokens(*(part[first : first + 10] for part in predicted)))
             sequence.extend(text[first + 1 : first + 11])
         learner.end(sequence)
-    assert [(len(passage.tokens), len(passage.labels.tokens)) for passage in learner._new] == [
-        (89, 40),
-        (118, 29),
-    ]
+    sizes = [(len(passage.tokens), len(passage.labels.tokens)) for passage in learner._new]
+    assert sizes == [(89, 40), (118, 29)]
     for passage, last in zip(learner._new, (89, 118), strict=True):
         assert passage.tokens.tolist() == text[max(last - len(passage.tokens), 0) : last]
         for labels, all_of_it in zip(passage.labels, predicted, strict=True):
@@ -247,31 +220,20 @@ def test_greedy_tokens_equal_transformers_while_learning(pair, monkeypatch, draf
     keep_steady(monkeypatch)
     monkeypatch.setattr("offload_rt.speculate.learner._RATE", CHANGED)
     prompts = [prompt_of(seed, 9) for seed in range(2)]
-    with open_llm(
-        pair.target, place, draft_model=str(pair.draft), drafter=drafter, learn_draft="on"
-    ) as llm:
+    with open_llm(pair.target, place, learn_draft="on", **pair.settings(drafter)) as llm:
         before = weights_of(llm)
-        learner = learns_at_every_layer(llm)
+        learner = learner_of(llm)
+
+        def meanwhile() -> None:
+            learner._meter.waited_s += 1e9
+            learner.work()
+
+        # It learns and serves at every layer, with or without gain.
+        learner._judge = lambda gain: learner._serve(True)
+        llm.engine.runner.meanwhile = meanwhile
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=60))
         assert learner._n_slices > 16 and not torch.equal(weights_of(llm), before)
     assert_continued(outputs, pair.model, prompts, 60)
-
-
-@pytest.mark.slow
-def test_joint_distribution_while_learning(tmp_path, monkeypatch):
-    """Weights change between the layers of the verifying pass."""
-    monkeypatch.setattr("offload_rt.speculate.learner._RATE", CHANGED)
-    monkeypatch.setattr("offload_rt.speculate.learner._N_USES", 1)
-    pair = small_pair(tmp_path)
-    with open_llm(
-        pair.target, draft_model=str(pair.draft), max_model_len=64, learn_draft="on"
-    ) as llm:
-        learner = learns_at_every_layer(llm)
-        before = weights_of(llm)
-        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(10, 4), learner=learner)
-        texts = sampled_texts(llm.engine.runner, drafter, load_rule("traversal"), 10)
-        assert learner._n_slices > 10 and not torch.equal(weights_of(llm), before)
-    assert_distributions(texts, exact_distributions(pair.model))
 
 
 def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
@@ -289,11 +251,8 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
     content = path.read_bytes()
     with open_llm(pair.target, **settings) as llm:
         assert torch.equal(weights_of(llm), served)
-    for wanted in (
-        {"draft_model": str(pair.draft), "learn_draft": "on"},
-        {"draft_model": str(pair.draft)},
-    ):
-        with open_llm(pair.target, **wanted) as llm:
+    for learning in ("on", "off"):
+        with open_llm(pair.target, **settings | {"learn_draft": learning}) as llm:
             assert torch.equal(weights_of(llm), original)
     with open_llm(pair.target, draft_model=str(other.draft), learn_draft="keep") as llm:
         assert not learner_of(llm)._serves
@@ -311,12 +270,8 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
         assert not path.exists(), "nothing gains: what is kept is gone"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"drafter": "recycle"}, {"drafter": "self"}, {"drafter": "triforce", "draft_model": ""}],
-)
-def test_unsupported_drafters_refuse_learning(pair, settings):
-    if "draft_model" in settings:
-        settings = settings | {"draft_model": str(pair.draft)}
+@pytest.mark.parametrize("drafter", ["recycle", "self", "triforce"])
+def test_unsupported_drafters_refuse_learning(pair, drafter):
+    settings = pair.settings(drafter) | {"draft_quantize": "auto"}
     with pytest.raises(SettingsError, match="learn_draft"):
         open_llm(pair.target, learn_draft="on", **settings)

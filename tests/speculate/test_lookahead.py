@@ -82,14 +82,11 @@ def published(
 def step_of(tree: DraftTree, n_columns: int) -> Step:
     """The leaves of the candidates, and the paths of the window's last row of so many entries."""
     n = len(tree.topology)
-    candidates = tree.candidates()
-    leaves = [
-        node for node, children in enumerate(candidates.topology.children) if node and not children
-    ]
+    paths = tree.paths()
+    children = tree.candidates().topology.children
+    leaves = {paths[node] for node in range(1, len(children)) if not children[node]}
     last_row = [0, *range(n - tree.n_unverified, n)][-n_columns:]
-    return {tuple(tree.path_to(node)) for node in leaves}, [
-        tuple(tree.path_to(node)) for node in last_row
-    ]
+    return leaves, [paths[node] for node in last_row]
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +113,8 @@ def test_trees_and_steps_equal_the_published_algorithm(tame):
 
     with open_llm(folder, max_model_len=256) as llm:
         limits = DraftLimits(N_ROWS, 64, fixed_size=True)
-        engine = engine_of(
-            llm, Recorded(DraftParts(limits, Steady(), "without_replacement")), n_nodes=N_ROWS
-        )
+        drafter = Recorded(DraftParts(limits, Steady(), "without_replacement"))
+        engine = engine_of(llm, drafter, n_nodes=N_ROWS)
         # There is room behind the text, so that the window is never cut at its end.
         sequence = Sequence(list(prompt), SamplingParams(N_NEW + 64), 256)
         engine.add(sequence)

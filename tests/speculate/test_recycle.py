@@ -1,7 +1,7 @@
 """Recycled distributions: the table of the target's predictions, and trees from them."""
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,9 +41,9 @@ Prediction = tuple[tuple[int, ...], list[int], int]
 
 def kept(
     table: PredictionTable, several: list[Prediction]
-) -> OrderedDict[tuple[int, ...], dict[int, float]]:
+) -> dict[tuple[int, ...], dict[int, float]]:
     """Return the predictions and the expected entries of each key, latest last."""
-    wanted: OrderedDict[tuple[int, ...], dict[int, float]] = OrderedDict()
+    wanted: dict[tuple[int, ...], dict[int, float]] = {}
     for context, tokens, n in several:
         probs = [0.5**k for k in range(1, n + 1)]
         table.keep(context, list(tokens[:n]), probs)
@@ -81,13 +81,6 @@ def test_table_is_bounded_and_keeps_recent_entries(several, n_most):
         assert found(table, key) == successors
 
 
-def text_of(table: PredictionTable, sequence: Sequence, n_levels: int) -> TextCandidates:
-    """Return the candidates of a table; with one level, nothing is copied."""
-    recycler = Recycler(PairStats())
-    recycler.table = table
-    return TextCandidates(recycler, sequence, n_levels)
-
-
 def best_paths(
     table: PredictionTable, tokens: list[int], n: int, n_levels: int
 ) -> list[tuple[int, ...]]:
@@ -107,22 +100,20 @@ def best_paths(
 
 @pytest.mark.parametrize("n_levels", [2, 4, 30])
 def test_tree_has_the_most_probable_nodes(n_levels):
-    table = PredictionTable()
+    stored = Recycler(PairStats())
+    table = stored.table
     random = np.random.default_rng(0)
     for _ in range(40):
         probs = -np.sort(-random.dirichlet(np.ones(5)))[:4]
-        table.keep(
-            tuple(random.integers(5, size=3).tolist()),
-            random.permutation(5)[:4].tolist(),
-            probs.tolist(),
-        )
+        context = tuple(random.integers(5, size=3).tolist())
+        table.keep(context, random.permutation(5)[:4].tolist(), probs.tolist())
     for _ in range(20):
         tokens = random.integers(5, size=4).tolist()
         sequence = Sequence(tokens, SamplingParams(), 99)
         for n in (5, 60):
             cost = RoundCost(0.0, np.ones(n))
             state = SimpleNamespace(tokens=tokens[-1:])
-            text = text_of(table, sequence, 1)
+            text = TextCandidates(stored, sequence, 1)  # with one level, nothing is copied
             builder = DynamicTreeBuilder(state, (n, n_levels, 1), 0.0, Estimates(), text, cost)
             tree = builder.tree(n)
             assert set(tree.paths()[1:]) == set(best_paths(table, tokens, n - 1, n_levels))
@@ -178,11 +169,12 @@ def test_prompt_predictions_are_recorded(zoo, llm, monkeypatch, n_cheap):
     engine.add(Sequence(list(prompt), SamplingParams(8), 128))
     engine.step()
     best = torch.softmax(logits_of(model, prompt), -1).topk(8)
+    table = drafter._recycler.table
     for end in range(3, 41):
         context = tuple(prompt[end - 3 : end])
-        assert (context in drafter._recycler.table._after) == (end > 39 - n_cheap)
-        if context in drafter._recycler.table._after:
-            successors = found(drafter._recycler.table, context)
+        assert (context in table._after) == (end > 39 - n_cheap)
+        if context in table._after:
+            successors = found(table, context)
             assert list(successors) == best.indices[end - 1].tolist()
             np.testing.assert_allclose(list(successors.values()), best.values[end - 1], rtol=1e-3)
 

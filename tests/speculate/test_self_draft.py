@@ -1,7 +1,7 @@
 """The target that drafts itself with copies of its streamed layers at four bits."""
 
 import pytest
-from support.tiny import Zoo, generate, open_unloaded, prompt_of
+from support.tiny import Zoo, assert_continued, open_unloaded, prompt_of
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
@@ -19,9 +19,8 @@ def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
         LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])
     slot = open_unloaded(zoo.directory(name, 0), device="cpu").plan.slot_nbytes
-    llm = LLM(
-        str(zoo.directory(name, 0)), device_memory=least + (1 + n_resident) * slot, **SETTINGS
-    )
+    nbytes = least + (1 + n_resident) * slot
+    llm = LLM(str(zoo.directory(name, 0)), device_memory=nbytes, **SETTINGS)
     plan = llm.plan
     assert plan.device_nbytes <= plan.budget.device
     assert (plan.copies_nbytes > 0) == (n_resident < len(plan.tiers))
@@ -34,33 +33,20 @@ def test_text_equals_plain_decoding(zoo, name, n_resident):
     prompts = [prompt_of(0, 12), prompt_of(1, 20)]
     with open_self(zoo, name, n_resident) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == generate(zoo.model(name, 0), prompt, 16)
-
-
-def test_reads_for_copies_count_as_loaded(zoo):
-    with open_self(zoo, "llama", 0) as llm:
-        budget = llm.plan.budget.device
-        told = []
-    with open_unloaded(zoo.directory("llama", 0), device_memory=budget, **SETTINGS) as llm:
-        llm.load(progress=lambda done, total: told.append((done, total)))
-    assert max(done for done, _ in told) == told[0][1]
-
-
-def test_plan_shows_the_copies(zoo):
-    with open_self(zoo, "llama", 1) as llm:
         table = placement_table("", llm.plan, llm.spec.memory.cache_rows)
-    assert "4-bit copies of the other layers" in list(table.columns[0].cells)
+        assert "4-bit copies of the other layers" in list(table.columns[0].cells)
+        budget = llm.plan.budget.device
+    assert_continued(outputs, zoo.model(name, 0), prompts, 16)
+    told = []
+    with open_unloaded(zoo.directory(name, 0), device_memory=budget, **SETTINGS) as llm:
+        llm.load(progress=lambda done, total: told.append((done, total)))
+    assert max(done for done, _ in told) == told[0][1], "reads for copies count as loaded"
 
 
 def test_general_models_have_no_copies(tmp_path):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = Phi3Config(vocab_size=64, pad_token_id=0, **sizes)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
+    heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 2)
+    config = Phi3Config(vocab_size=64, pad_token_id=0, **sizes, **heads)
     Phi3ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="a model of type phi3 cannot draft for itself"):
         LLM(str(tmp_path), **SETTINGS)

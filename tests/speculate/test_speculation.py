@@ -1,13 +1,11 @@
 """Speculation end to end: tokens and distributions of plain decoding."""
 
-import functools
-import json
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from support.fake_gpu import record_graph
-from support.heads import assert_plain_texts
+from support.heads import assert_plain_texts, edit_config
 from support.texts import (
     VOCABULARY,
     assert_distributions,
@@ -50,7 +48,6 @@ MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.need
 OF_DRAFT = [name for name in MODEL_DRAFTERS if drafter_type(name).resources.view is None]
 # At temperature 0 adaptive_tree does what dynamic_tree does, and above it what static_tree does.
 TREES = ["static_tree", "dynamic_tree"]
-WITHOUT_MODEL = ["ngram", "lookahead", "recycle"]
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
 LENGTHS = (32, 24, 12, 28)
 
@@ -59,108 +56,47 @@ def answers(outputs):
     return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
-def expected_of(model, prompts=PROMPTS, lengths=LENGTHS):
-    return [generate(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def texts(zoo):
-    """Texts of transformers for the prompts, by family."""
-    return functools.cache(lambda name: expected_of(zoo.pair(name, 0).model))
-
-
 @pytest.fixture(autouse=True)
 def steady(monkeypatch):
     """No tree depends on the clock."""
     keep_steady(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def changed(pair, texts):
-    """Sampling parameters that change each text, and the changed answers of plain decoding."""
-    ends = {tokens[3] for tokens in texts("llama")}
-    bias = {texts("llama")[0][0]: -4.0, 5: 3.0}
-    several = [
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 0.8, "logit_bias": bias},
-        {"min_tokens": 9, "stop_token_ids": ends},
-        {"min_tokens": 6, "stop_token_ids": ends, "frequency_penalty": -0.3,
-            "repetition_penalty": 1.2},
-    ]  # fmt: skip
-    params = [
-        SamplingParams(max_new_tokens=n, **settings)
-        for n, settings in zip(LENGTHS, several, strict=True)
-    ]
-    with open_llm(pair.target, max_model_len=256) as llm:
-        expected = answers(llm.generate(PROMPTS, params))
-    for (tokens, _, _), plain in zip(expected, texts("llama"), strict=True):
-        assert tokens != plain[: len(tokens)], "it changes nothing here"
-    return params, expected
-
-
-@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, *TREES])
-def test_logit_changes_apply_along_each_path(pair, changed, drafter):
-    params, expected = changed
-    with open_llm(pair.target, max_model_len=256, tree_size=24, **pair.settings(drafter)) as llm:
-        assert answers(llm.generate(PROMPTS, params)) == expected
-
-
 @pytest.mark.parametrize("rule", registry.names("speculate.verify"))
-def test_temperature_close_to_zero_is_greedy(pair, texts, rule):
+def test_temperature_close_to_zero_is_greedy(pair, rule):
     """However close: the draft's distribution must not overflow either."""
-    with open_llm(
-        pair.target, max_model_len=256, tree_size=24, **pair.settings("adaptive_tree", rule)
-    ) as llm:
-        several = zip(LENGTHS, (1e-4, 1e-40) * 2, strict=True)
-        params = [
-            SamplingParams(max_new_tokens=n, temperature=temperature, seed=1)
-            for n, temperature in several
-        ]
-        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == texts("llama")
+    several = zip(LENGTHS, (1e-4, 1e-40) * 2, strict=True)
+    params = [SamplingParams(n, temperature, seed=1) for n, temperature in several]
+    settings = {"max_model_len": 256, "tree_size": 24, **pair.settings("adaptive_tree", rule)}
+    with open_llm(pair.target, **settings) as llm:
+        outputs = llm.generate(PROMPTS, params)
+    expected = [generate(pair.model, *each) for each in zip(PROMPTS, LENGTHS, strict=True)]
+    assert [output.token_ids for output in outputs] == expected
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return small_pair(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def small_llm(small):
-    with open_llm(small.target, draft_model=str(small.draft), max_model_len=64) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def distributions(small):
-    return exact_distributions(small.model)
-
-
-@pytest.mark.parametrize("drafter", [*WITHOUT_MODEL, "dynamic_tree"])
-def test_match_texts_equal_plain_decoding(small_llm, drafter):
+@pytest.mark.parametrize("drafter", ["ngram", "lookahead", "recycle", "dynamic_tree"])
+def test_match_texts_equal_plain_decoding(tmp_path, drafter):
     """One draw per token; these drafters draw nothing."""
-    assert_plain_texts(small_llm, drafter, "match")
+    pair = small_pair(tmp_path)
+    with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
+        assert_plain_texts(llm, drafter, "match")
 
 
 # Texts of `match` and `coupled` equal those of plain decoding, and test_exactness.py enumerates
-# every rule. Here a drafter samples with replacement; below, in bfloat16, without.
+# every rule. Here drafters sample with and without replacement.
 @pytest.mark.slow
-def test_joint_distribution_of_sampled_tokens(small_llm, distributions):
-    drafter = drafter_of(small_llm, "static_tree", "specinfer", DraftLimits(6, 4))
-    texts = sampled_texts(small_llm.engine.runner, drafter, load_rule("specinfer"), 6)
-    assert_distributions(texts, distributions)
-
-
-@pytest.mark.slow
-def test_joint_distribution_in_bfloat16(tmp_path):
-    """A bfloat16 pair against its float32 distribution."""
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [("specinfer", torch.float32), ("traversal", torch.bfloat16)]
+)
+def test_joint_distribution_of_sampled_tokens(tmp_path, rule, dtype):
+    """A pair of any dtype against its float32 distribution."""
     model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
-    draft = nearly(model, 0.15).bfloat16()
-    pair = save_pair(tmp_path, model.bfloat16(), draft)
+    pair = save_pair(tmp_path, model.to(dtype), nearly(model, 0.15).to(dtype))
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        engine = llm.engine
-        assert engine.runner.dtype == engine.draft.dtype == torch.bfloat16
-        drafter = drafter_of(llm, "static_tree", "traversal", DraftLimits(6, 4))
-        texts = sampled_texts(engine.runner, drafter, load_rule("traversal"), 6)
+        runner = llm.engine.runner
+        assert runner.dtype == llm.engine.draft.dtype == dtype
+        drafter = drafter_of(llm, "static_tree", rule, DraftLimits(6, 4))
+        texts = sampled_texts(runner, drafter, load_rule(rule), 6)
     assert_distributions(texts, exact_distributions(model.float()))
 
 
@@ -193,11 +129,7 @@ def assert_fresh(runner, cache):
 def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, rule):
     """Uncommitted rows of target and draft are poisoned before each pass."""
     pair = zoo.pair(family, 0)
-    params = [
-        SamplingParams(max_new_tokens=20),
-        SamplingParams(max_new_tokens=14, temperature=0.7, seed=1),
-        SamplingParams(max_new_tokens=17, temperature=1.0, seed=2),
-    ]
+    params = [SamplingParams(*each, seed=1) for each in ((20, 0.0), (14, 0.7), (17, 1.0))]
     with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
         engine = llm.engine
         n_kept = []
@@ -208,10 +140,7 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
             poison(engine.draft, state.cache)
 
         after_start(monkeypatch, poison_draft)
-        sequences = [
-            Sequence(list(prompt), sampling, 128)
-            for prompt, sampling in zip(PROMPTS, params, strict=False)
-        ]
+        sequences = [Sequence([*PROMPTS[i]], sampling, 128) for i, sampling in enumerate(params)]
         for sequence in sequences:
             engine.add(sequence)
         while engine.step():
@@ -219,7 +148,7 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
                 assert_fresh(engine.runner, cache)
                 poison(engine.runner, cache)
     assert max(n_kept) > 12, "the draft kept nothing"
-    assert sequences[0].tokens[len(PROMPTS[0]) :] == expected_of(pair.model, PROMPTS[:1], [20])[0]
+    assert sequences[0].tokens[len(PROMPTS[0]) :] == generate(pair.model, PROMPTS[0], 20)
 
 
 def test_draft_computes_no_token_twice(pair, monkeypatch):
@@ -228,9 +157,7 @@ def test_draft_computes_no_token_twice(pair, monkeypatch):
     after_start(monkeypatch, lambda state, _: lacking.append(len(state.lacking)))
     # Nothing is copied, since the draft has no row of a copied token.
     monkeypatch.setattr(tree_drafter, "_NGRAM_RATE", 2.0)
-    with open_llm(
-        pair.target, drafter="dynamic_tree", draft_model=str(pair.draft), tree_depth=3
-    ) as llm:
+    with open_llm(pair.target, tree_depth=3, **pair.settings("dynamic_tree")) as llm:
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=40))
     assert lacking[0] == len(PROMPTS[0]) - 1
     assert max(lacking[1:]) <= 1, "only a leaf of the tree, which had no row, may be lacking"
@@ -258,24 +185,13 @@ def test_caches_never_exceed_the_plan(pair, monkeypatch, is_captured):
             for runner, rows in planned.items():
                 capture_passes(runner, GraphShape(6, rows, 12), record_graph)
         monkeypatch.setattr(Runner, "new_cache", new_cache_counted)
-        llm.generate(
-            PROMPTS * 2, [SamplingParams(max_new_tokens=n) for n in (30, 3, 30, 30, 40, 4, 5, 30)]
-        )
+        llm.generate(PROMPTS * 2, [*map(SamplingParams, (30, 3, 30, 30, 40, 4, 5, 30))])
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
     assert most.keys() == planned.keys()
     assert all(0 < rows <= planned[runner] for runner, rows in most.items()), (most, planned)
 
 
 # Ends: rows of a batch, stops within a path, limits
-
-
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
-    """A pair with tokenizer, end token and window; the draft is nearly always right."""
-    tokenizer = byte_level()
-    changes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 7, "num_hidden_layers": 2}
-    model = CASES["mistral"].build(0, **changes)
-    return save_pair(tmp_path_factory.mktemp("speaking"), model, nearly(model, 0.003), tokenizer)
 
 
 ENDS = [
@@ -288,51 +204,36 @@ ENDS = [
 ]
 
 
-@pytest.fixture
-def cut(monkeypatch):
-    """How many tokens each accepted path gave and how many of them were taken."""
+@pytest.mark.parametrize("drafter", TREES)
+def test_batch_rows_end_like_solo_runs(tmp_path, monkeypatch, drafter):
+    """An end within a path drops the rest of it. The draft is nearly always right."""
+    tokenizer = byte_level()
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 7, "num_hidden_layers": 2}
+    model = CASES["mistral"].build(0, **changes)
+    pair = save_pair(tmp_path, model, nearly(model, 0.003), tokenizer)
+    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+    with open_llm(pair.target, max_model_len=256) as llm:
+        plain = answers(llm.generate(prompts, ENDS))
+    cut = []
     extend = Sequence.extend
-    seen = []
 
     def extend_seen(sequence, tokens):
         taken = extend(sequence, tokens)
-        seen.append((len(tokens), len(taken)))
+        cut.append((len(tokens), len(taken)))
         return taken
 
     monkeypatch.setattr(Sequence, "extend", extend_seen)
-    return seen
-
-
-@pytest.mark.parametrize("drafter", TREES)
-def test_batch_rows_end_like_solo_runs(speaking, drafter, cut):
-    """An end within a path drops the rest of it."""
-    prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
-    with open_llm(speaking.target, max_model_len=256) as llm:
-        plain = answers(llm.generate(prompts, ENDS))
-    cut.clear()
-    with open_llm(
-        speaking.target, max_model_len=256, tree_size=64, tree_depth=12,
-        **speaking.settings(drafter),
-    ) as llm:  # fmt: skip
+    settings = {"max_model_len": 256, "tree_size": 64, "tree_depth": 12, **pair.settings(drafter)}
+    with open_llm(pair.target, **settings) as llm:
         assert answers(llm.generate(prompts, ENDS)) == plain
-        assert [
-            answers(llm.generate(*request))[0] for request in zip(prompts, ENDS, strict=True)
-        ] == plain
         for prompt, params, expected in zip(prompts, ENDS, plain, strict=True):
+            assert answers(llm.generate(prompt, params)) == [expected]
             pieces = list(llm.stream(prompt, params))
             assert [token for piece in pieces for token in piece.token_ids] == expected[0]
             assert "".join(piece.text for piece in pieces) == expected[1]
     assert {reason for _, _, reason in plain} == {"stop", "length"}
     assert max(given for given, _ in cut) >= 4
     assert any(taken < given for given, taken in cut), "no end lay within a path"
-
-
-def with_config(pair, folder, **changes):
-    """The draft of a pair, with other words in its config."""
-    pair.draft_model.save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -343,13 +244,12 @@ def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, dra
     seen = []
     after_start(monkeypatch, lambda _, tokens: seen.append(len(tokens)))
     prompt = prompt_of(0, 30)
-    n_new = 60
-    draft = with_config(pair, tmp_path / "short", max_position_embeddings=n_positions)
-    with open_llm(
-        pair.target, max_model_len=160, tree_depth=6, draft_model=str(draft), drafter=drafter
-    ) as llm:
-        output = llm.generate(prompt, SamplingParams(max_new_tokens=n_new))[0]
-    assert output.token_ids == generate(pair.model, prompt, n_new)
+    pair.draft_model.save_pretrained(tmp_path)
+    edit_config(tmp_path, max_position_embeddings=n_positions)
+    settings = pair.settings(drafter) | {"draft_model": str(tmp_path)}
+    with open_llm(pair.target, max_model_len=160, tree_depth=6, **settings) as llm:
+        output = llm.generate(prompt, SamplingParams(max_new_tokens=60))[0]
+    assert output.token_ids == generate(pair.model, prompt, 60)
     assert max(seen) + 6 <= max(n_positions, 7), (
         "a tree of six levels would not fit into the draft's context"
     )
@@ -369,9 +269,8 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
     prompts = [[*prompt_of(0, 9), n + 31, 5], [n + 30, n + 31], prompt_of(1, 20)]
     params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=1)
     for drafter in TREES:
-        with open_llm(
-            pair.target, max_model_len=256, tree_size=48, **pair.settings(drafter)
-        ) as llm:
+        settings = {"max_model_len": 256, "tree_size": 48, **pair.settings(drafter)}
+        with open_llm(pair.target, **settings) as llm:
             got = llm.generate(prompts, params)
         assert all(output.stats.n_passes < 30 for output in got), "nothing was accepted"
         if temperature == 0:

@@ -44,10 +44,8 @@ def test_row_sees_itself_and_its_ancestors(topology, data):
 def test_depths_and_children(topology):
     n = len(topology)
     assert [len(ancestors(topology, node)) - 1 for node in range(n)] == topology.depths.tolist()
-    for node in range(n):
-        assert list(topology.children[node]) == [
-            child for child in range(n) if topology.parents[child] == node
-        ]
+    for node, children in enumerate(topology.children):
+        assert children == tuple(np.flatnonzero(topology.parents == node))
     assert topology.is_chain == all(
         len(children) == (node < n - 1) for node, children in enumerate(topology.children)
     )
@@ -75,17 +73,13 @@ def test_growing_tree_sees_like_the_whole_tree(topology, data):
     growing.clear()
     start = 0
     while start < len(tree):
-        most = next(
-            (node for node in range(start + 1, len(tree)) if tree.parents[node] >= start), len(tree)
-        )
+        later = (node for node in range(start + 1, len(tree)) if tree.parents[node] >= start)
+        most = next(later, len(tree))
         stop = data.draw(st.integers(start + 1, most))
         assert growing.add(tree.parents[max(start, 1) : stop]) == range(max(start, 1), stop)
         mask = growing.mask(start, stop, 3)
-        seen = (
-            torch.ones(stop - start, 3 + stop, dtype=torch.bool)
-            if mask.dense() is None
-            else mask.dense()
-        )
+        seen = mask.dense()
+        seen = torch.ones(stop - start, 3 + stop).bool() if seen is None else seen
         assert seen[:, :3].all() and torch.equal(seen[:, 3:], visible(tree, start, stop))
         assert growing.depths.tolist() == tree.depths[:stop].tolist()
         start = stop
