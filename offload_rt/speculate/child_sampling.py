@@ -74,11 +74,8 @@ def without_replacement(
     Returns (rows, n). Once a distribution is exhausted, remaining tokens are drawn uniformly.
     """
     # float32 exponential noise can be 0; its logarithm would win every race.
-    noise = (
-        torch.empty_like(probs)
-        .exponential_(generator=generator)
-        .clamp_min_(torch.finfo(probs.dtype).tiny)
-    )
+    noise = torch.empty_like(probs).exponential_(generator=generator)
+    noise.clamp_min_(torch.finfo(probs.dtype).tiny)
     keys = probs.log().clamp_min_(_LOG_ZERO).sub_(noise.log_())
     if excluded is not None:
         keys.masked_fill_(excluded, -torch.inf)

@@ -84,8 +84,9 @@ class DraftModel:
 
     def _begin(self, sequence: Sequence, n_nodes: int, is_alone: bool, path: Path) -> TreeState:
         known = self._states.get(sequence)
+        most_rows = ROWS_PER_NODE * n_nodes
         # A tree may outgrow the first tree, when other sequences have ended.
-        if known is None or known.sequence is not sequence or not known.has_room(n_nodes):
+        if known is None or known.sequence is not sequence or known.most_rows < most_rows:
             if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
@@ -94,7 +95,6 @@ class DraftModel:
             if known is None:
                 cache = self.runner.new_cache(n_rows, is_alone)
             else:
-                most_rows = ROWS_PER_NODE * n_nodes
                 cache = self.runner.renew_cache(known.cache, n_rows, most_rows, is_alone)
             self._add_state(sequence, cache, n_nodes)
         state = self._states[sequence]

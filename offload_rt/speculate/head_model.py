@@ -55,8 +55,8 @@ class HeadState(DraftState):
 
     def keep(self, outputs: Tensor) -> None:
         """Store the outputs (n, hidden_size) of the latest rows as inputs of their children."""
-        if len(self.outputs) < self._most_rows:
-            self.outputs = outputs.new_empty(self._most_rows, outputs.shape[1])
+        if len(self.outputs) < self.most_rows:
+            self.outputs = outputs.new_empty(self.most_rows, outputs.shape[1])
         self.outputs[self.new_rows] = outputs
         self.inputs = outputs[:0]
 

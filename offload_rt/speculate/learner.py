@@ -86,9 +86,7 @@ class Adapter:
     @torch.no_grad()
     def merge(self, share: float) -> None:
         """Set the matrix to the original plus a share of the current change."""
-        a = self.a.clone()
-        b = share * self.b
-        self._merged = a, b
+        a, b = self._merged = self.a.clone(), share * self.b
         self._weight.copy_(self._original.to(self._weight.device) + b @ a)
 
 

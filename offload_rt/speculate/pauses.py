@@ -71,10 +71,8 @@ class Pauses:
         if self.is_drafting:
             self._n_drafted += 1
             gain = n_tokens / n - time / self._plain
-            rows, draft_s = (
-                np.array([n, times.n_rows]),
-                np.array([0.0, times.drafted - times.started]),
-            )
+            rows = np.array([n, times.n_rows])
+            draft_s = np.array([0.0, times.drafted - times.started])
             plain_s, drafted_s = self._cost.seconds(rows, context, draft_s, n)
             self._is_free = drafted_s <= _FREE * plain_s
         else:

@@ -198,8 +198,3 @@ class DrafterType:
     n_levels: int = 24
     resources: DraftResources = DraftResources()
     streamed_sizes: tuple[int, ...] = ()
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether trees may have more than a root."""
-        return self.default_sizes != (1,)

@@ -88,32 +88,6 @@ class PredictionTable:
         return self._common
 
 
-class KeyCalibration:
-    """Acceptance of stored predictions, by the tokens of their key and their probability.
-
-    Later observations do not change its estimates.
-    """
-
-    def __init__(self, stats: PairStats, temperature: float) -> None:
-        names = (f"recycled {n}" for n in range(_LONGEST + 1))
-        self._calibrations = [stats.at(name, temperature).calibration for name in names]
-        self._ratios = np.stack([*map(Calibration.ratios, self._calibrations, _PRIOR)])
-
-    def chances(self, predictions: abc.Sequence[Prediction], probs: np.ndarray) -> np.ndarray:
-        """Return the acceptance probabilities of the tokens of predictions.
-
-        probs  (m,) probabilities of all tokens of the predictions, in order
-        """
-        n_key = np.array([n for n, tokens, _ in predictions for _ in tokens], dtype=np.int64)
-        ratios = self._ratios[n_key, np.searchsorted(Calibration.EDGES, probs)]
-        return np.asarray(np.minimum(probs * ratios, 1.0))
-
-    def observe(self, prediction: Prediction, token: int) -> None:
-        """Record the actual token after a key."""
-        hit = prediction.tokens.index(token) if token in prediction.tokens else None
-        self._calibrations[prediction.n_key].observe(np.array(prediction.probs), hit)
-
-
 class Recycler:
     """Stored predictions of all sequences.
 
@@ -164,9 +138,14 @@ class TextCandidates:
 
     def __init__(self, recycler: Recycler, sequence: Sequence, n_levels: int) -> None:
         self._table = recycler.table
-        self._calibration = KeyCalibration(recycler.stats, sequence.temperature)
         self._rates = recycler.rates
         self._sequence = sequence
+        # Acceptance of predictions, by the tokens of their key and by their probability. Later
+        # observations do not change these estimates.
+        names = (f"recycled {n}" for n in range(len(_PRIOR)))
+        estimates = [recycler.stats.at(name, sequence.temperature) for name in names]
+        self._calibrations = [each.calibration for each in estimates]
+        self._ratios = np.stack([*map(Calibration.ratios, self._calibrations, _PRIOR)])
         self._predictions: dict[Context, Prediction] = {}
         matches = find_matches(sequence, n_levels - 1) if n_levels > 1 else []
         self._match = next(iter(matches), None)
@@ -182,15 +161,18 @@ class TextCandidates:
         Returns the index of the path, the token and the acceptance probability, (m,) each.
         """
         indices: list[int] = []
+        n_key: list[int] = []
         predictions = []
         for i, path in enumerate(paths):
             if prediction := self._table.find(context_of(self._sequence.tokens, path)):
                 indices += [i] * len(prediction.tokens)
+                n_key += [prediction.n_key] * len(prediction.tokens)
                 predictions.append(prediction)
                 self._predictions[path] = prediction
         tokens = np.frombuffer(b"".join(part.tokens for part in predictions), np.int64)
         probs = np.frombuffer(b"".join(part.probs for part in predictions), np.float32)
-        chances = self._calibration.chances(predictions, probs.astype(np.float64))
+        ratios = self._ratios[n_key, np.searchsorted(Calibration.EDGES, probs)]
+        chances = np.minimum(probs.astype(np.float64) * ratios, 1.0)
         rows = np.array(indices, dtype=np.int64)
         for i, path in enumerate(paths):
             for token, p in self._copied.get(path, ()):
@@ -212,7 +194,8 @@ class TextCandidates:
             self._rates.observe(self._match, after)
         for n, token in enumerate(after):
             if prediction := self._predictions.get(tuple(after[:n])):
-                self._calibration.observe(prediction, token)
+                hit = prediction.tokens.index(token) if token in prediction.tokens else None
+                self._calibrations[prediction.n_key].observe(np.array(prediction.probs), hit)
 
 
 class TextGrowth:

@@ -132,7 +132,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         need = f"a drafter that uses a draft model: {', '.join(users)}"
         problem = f"--draft-model with --drafter={name}"
         raise SettingsError(problem, need=need, change="omit one of the two")
-    if not chosen.has_trees and (config.tree_size or config.tree_depth):
+    if chosen.default_sizes == (1,) and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         change = f"omit {flag} or --drafter"
         raise SettingsError(f"{flag} with --drafter={name}", need="a tree drafter", change=change)

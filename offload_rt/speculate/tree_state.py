@@ -39,15 +39,10 @@ class TreeState:
     noise       (levels, vocabulary) float32: the target's sampling noise per level, times the
                 sequence's temperature; None if the tree is not coupled
     error       reason to discard the tree, or None
-    recomputes  block drafters: compute blocks for the rows to add, instead of using those of their
-                parents
-    n_passes    block drafters: passes over blocks
     n_missing   sequence tokens that the draft's cache lacked when the tree started
     """
 
     error: NumericsError | None = None
-    recomputes = True
-    n_passes = 0
     n_missing = 0
 
     def __init__(
@@ -62,7 +57,7 @@ class TreeState:
         self.n_done = 0
         self.ahead: Path = ()
         self.noise: Tensor | None = None
-        self._most_rows = most_rows
+        self.most_rows = most_rows
         self._probs = torch.empty(0)
 
     @property
@@ -75,15 +70,6 @@ class TreeState:
         """(n,) depths of the rows added since the last step."""
         return self._tree.depths[self.new_rows]
 
-    @property
-    def n_recomputable(self) -> int:
-        """Maximum rows of a round with blocks of their own."""
-        return self._most_rows
-
-    def is_recomputed(self, row: int) -> bool:
-        """Return whether a row does not depend on the block of its parent."""
-        return True
-
     def computed(self) -> None:
         """Mark all rows as computed."""
         self.n_done = len(self.tokens)
@@ -95,14 +81,10 @@ class TreeState:
         self.error = None
         self._tree.clear()
 
-    def has_room(self, n_nodes: int) -> bool:
-        """Return whether a tree of this size fits."""
-        return ROWS_PER_NODE * n_nodes <= self._most_rows
-
     def room(self, n: int, like: Tensor) -> Tensor:
         """Return a buffer (n, vocabulary) for a tree's distributions, reused by later trees."""
         if len(self._probs) < n:
-            self._probs = like.new_empty(self._most_rows // ROWS_PER_NODE, like.shape[1])
+            self._probs = like.new_empty(self.most_rows // ROWS_PER_NODE, like.shape[1])
         return self._probs[:n]
 
     def changed(self, logits: Tensor, start: int) -> Tensor:

@@ -28,7 +28,9 @@ def text_drafter(recycles: bool, sizes: tuple[int, ...]) -> DrafterType:
 
 
 def tree_drafter(
-    dynamic_at_zero: bool, dynamic_above: bool, resources: DraftResources = DRAFT_MODEL
+    dynamic_at_zero: bool = False,
+    dynamic_above: bool = False,
+    resources: DraftResources = DRAFT_MODEL,
 ) -> DrafterType:
     """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
     static trees.

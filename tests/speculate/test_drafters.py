@@ -248,7 +248,8 @@ def test_candidates_of_text_and_draft_compete(n_nodes, monkeypatch):
         wanted = {(): 1.0}
         order = [()]
         for path in order:
-            both = [below[root + path]] * (len(path) < 5) + [drafted[root + path]] * (len(path) < 3)
+            both = [below[root + path]] if len(path) < 5 else []
+            both += [drafted[root + path]] if len(path) < 3 else []
             for token in set().union(*both):
                 p = max(children.get(token, 0.0) for children in both)
                 if p > 0:

@@ -12,7 +12,6 @@ from support.languages import (
     VOCABULARY,
     Draw,
     Language,
-    decisions,
     distribution_under,
     every_run,
     outcomes,
@@ -138,10 +137,9 @@ def every_chain(
 
     def run(draw: Draw) -> DraftTree:
         def verify(tree: DraftTree, target: Tensor, _: object) -> Verdict:
-            ends = decisions(TRIFORCE_RULE.decide, tree, target)
             end, bonus = draw(
                 ((decision.end, bonus), p * q)
-                for decision, p in ends
+                for decision, p in outcomes(TRIFORCE_RULE)(tree, target)
                 for bonus, q in enumerate(decision.probs.tolist())
             )
             return Verdict(tuple(tree.topology.path_to(end)), bonus)

@@ -27,7 +27,6 @@ from support.tiny import (
     assert_continued,
     drafter_of,
     engine_of,
-    keep_steady,
     open_llm,
     open_unloaded,
     prompt_of,
@@ -175,18 +174,6 @@ def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
         assert not llm.engine.draft._caches
     assert_continued(outputs, model, [*prompts, prompts[2]], 24)
     assert all(output.stats.nodes_per_tree > 1 for output in outputs)
-
-
-def test_earlier_predictions_complete_the_trees_of_a_useless_head(tmp_path, monkeypatch):
-    """The second run of a text finds the target's predictions of the first run."""
-    keep_steady(monkeypatch)
-    model = CASES["llama"].build(0)
-    settings = random_head(tmp_path, "eagle", model).settings
-    prompt = prompt_of(0, 20)
-    with open_llm(**settings, place="resident", tree_size=24) as llm:
-        first, second = (llm.generate(prompt, SamplingParams(max_new_tokens=32))[0] for _ in "12")
-    assert first.token_ids == second.token_ids
-    assert second.stats.tokens_per_pass > 1.5 * first.stats.tokens_per_pass
 
 
 def test_oom_keeps_the_texts(tmp_path, monkeypatch):

@@ -209,7 +209,8 @@ def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
 
 def test_wrong_predictions_end_drafting_until_they_are_right():
     """Root predictions are compared with the text also in passes without a tree."""
-    drafter = TextDrafter(replace(PARTS, cost=Steady(pass_s=lambda n_rows: 0.9 + 0.1 * n_rows)))
+    cost = Steady(pass_s=lambda n_rows: 0.9 + 0.1 * n_rows)
+    drafter = TextDrafter(replace(PARTS, cost=cost, pair_stats=PairStats()))
     sequence = Sequence([7], SamplingParams(99), 128)
     sizes = []
     for token in [2] * 30 + [1] * 60:

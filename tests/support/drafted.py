@@ -15,9 +15,9 @@ def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor]]:
     """Each child with its distribution given the siblings before it, in verification order."""
     sampled = tree.sampled
     children = tree.topology.children[node]
-    is_sampled = [child for child in children if sampled is not None and sampled.is_sampled[child]]
+    is_sampled = [child for child in children if sampled.is_sampled[child]]
     given = [child for child in children if child not in is_sampled]
-    free = torch.ones(0 if sampled is None else sampled.draft_probs.shape[1], dtype=torch.float64)
+    free = torch.ones(sampled.draft_probs.shape[1], dtype=torch.float64)
     free[tree.tokens[given]] = 0
     for child in is_sampled:
         probs = sampled.draft_probs[sampled.row_of[node]].double() * free
@@ -58,20 +58,15 @@ def random_case(
     """A tree of 1 to 40 nodes, the target's distributions, and a number for each node."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 41))
-    kind = ("given", "is_sampled", "mixed", "independent")[seed % 4]
-    is_sampled = {"given": np.zeros(n, bool), "mixed": rng.random(n) < 0.5}.get(
-        kind, np.ones(n, bool)
-    )
+    # Deterministic, sampled, mixed, independently sampled.
+    is_sampled = rng.random(n) < (0, 1, 0.5, 1)[seed % 4]
     is_sampled[0] = False
-    draft = rng.random((n, vocabulary)) ** 3 * (
-        rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
-    )
+    is_possible = rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
+    draft = rng.random((n, vocabulary)) ** 3 * is_possible
     draft[:, 0] += draft.sum(-1) == 0
     draft /= draft.sum(-1, keepdims=True)
     noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
     target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
-    tree = grow(
-        random_tree(n, seed, reach=7), is_sampled, torch.from_numpy(draft).to(dtype), seed,
-        kind == "independent",
-    )  # fmt: skip
+    shape = random_tree(n, seed, reach=7)
+    tree = grow(shape, is_sampled, torch.from_numpy(draft).to(dtype), seed, seed % 4 == 3)
     return tree, target, torch.from_numpy(rng.random(n))

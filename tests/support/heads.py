@@ -134,9 +134,9 @@ def _random_weights(head: Head, is_nested: bool) -> Weights:
     return weights
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    """Change keys of a config.json."""
-    path = folder / "config.json"
+def edit_config(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    """Change keys of a config."""
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 

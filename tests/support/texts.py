@@ -78,15 +78,14 @@ def sampled_texts(
     runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int
 ) -> list[list[list[int]]]:
     """N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
-    texts: list[list[list[int]]] = [[], []]
+    texts: list[list[int]] = []
     for start in range(0, 2 * N_DRAWS, 100):
-        batch = []
-        for i in range(start, start + 100):
-            params = SamplingParams(max_new_tokens=N_NEW, seed=i, **PARAMS[i % 2])
-            batch.append(TokenSequence(list(PROMPTS[i % 2]), params, 64))
-        for i, text in enumerate(run_together(runner, drafter, rule, batch, n_nodes)):
-            texts[i % 2].append(text)
-    return texts
+        batch = [
+            TokenSequence([*PROMPTS[i % 2]], SamplingParams(N_NEW, seed=i, **PARAMS[i % 2]), 64)
+            for i in range(start, start + 100)
+        ]
+        texts += run_together(runner, drafter, rule, batch, n_nodes)
+    return [texts[0::2], texts[1::2]]
 
 
 def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
@@ -156,9 +155,8 @@ def exact_distribution(
         logits = logits_of(model, [*prompt, *text])
         for n in range(n_new):
             before = torch.tensor([[*prompt, *text[:n]]])
-            next_probs = torch.softmax(
-                warpers(before, logits[None, before.shape[1] - 1]).double(), -1
-            )[0].numpy()
+            scores = warpers(before, logits[None, before.shape[1] - 1])
+            next_probs = torch.softmax(scores.double(), -1)[0].numpy()
             probs[text] *= next_probs[text[n]] if n < n_new - 1 else next_probs
     assert abs(probs.sum() - 1) < 1e-6
     return probs

@@ -159,11 +159,9 @@ class Pair:
     def settings(self, drafter: str, rule: str = "auto") -> dict[str, str]:
         """Settings for a drafter and a rule, with the draft model if required."""
         chosen = {"drafter": drafter, "rule": rule}
-        return chosen | (
-            {"draft_model": str(self.draft), "draft_quantize": "none"}
-            if drafter_type(drafter).resources.needs_checkpoint
-            else {}
-        )
+        if drafter_type(drafter).resources.needs_checkpoint:
+            chosen |= {"draft_model": str(self.draft), "draft_quantize": "none"}
+        return chosen
 
 
 def nearly(model: PreTrainedModel, off: float) -> PreTrainedModel:
@@ -268,9 +266,8 @@ class Zoo:
         """A smaller model of a family with a draft that is right about two times of three."""
         if (name, seed) not in self._pairs:
             model = CASES[name].build(seed, **SMALLER)
-            self._pairs[name, seed] = save_pair(
-                self._folder / f"{name}-{seed}-pair", model, nearly(model, 0.03)
-            )
+            folder = self._folder / f"{name}-{seed}-pair"
+            self._pairs[name, seed] = save_pair(folder, model, nearly(model, 0.03))
         return self._pairs[name, seed]
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> "GreedyText":
@@ -279,9 +276,8 @@ class Zoo:
 
 
 def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
-    return torch.randint(
-        vocab_size, (n,), generator=torch.Generator().manual_seed(1000 + seed)
-    ).tolist()
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(vocab_size, (n,), generator=generator).tolist()
 
 
 class GreedyText(Sequence[int]):
@@ -363,12 +359,9 @@ def assert_continued(
 
 def _generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
-    options = {
-        "max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0,
-    }  # fmt: skip
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
-        0, len(prompt) :
-    ].tolist()
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    text = model.generate(ids, max_new_tokens=n_new, min_new_tokens=n_new, **options)[0]
+    return text[len(prompt) :].tolist()
 
 
 @torch.no_grad()
@@ -443,9 +436,8 @@ def drafter_of(
     if llm.engine.draft:
         model = resources.open_model(llm.engine.draft, *sizes, resources.draft_context)
     if resources.view is not None:
-        own = SelfDraftModel(
-            runner, *sizes, kind=resources.view, budget=LEAST_BUDGET, n_rows=1_000_000
-        )
+        views = {"kind": resources.view, "budget": LEAST_BUDGET, "n_rows": 1_000_000}
+        own = SelfDraftModel(runner, *sizes, **views)
     models = {"draft_model": model, "self_model": own} | parts
     child_sampling = its_rule.child_sampling or "without_replacement"
     given = limits, Steady(level_s), child_sampling, its_rule.coupled_up_to
@@ -496,9 +488,8 @@ def feed(
 ) -> Tensor:
     """Logits of the last `n_wanted` tokens, or of all; the rows stay pending."""
     n_prompt = runner.n_committed(cache) + len(tokens)
-    return runner.forward(
-        [Step(cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt)]
-    )[0]
+    step = Step(cache, torch.tensor(tokens), topology, n_wanted or len(tokens), n_prompt)
+    return runner.forward([step])[0]
 
 
 def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
@@ -512,9 +503,8 @@ def prefill(runner: Runner, tokens: Sequence[int], capacity: int) -> int:
 def random_tree(n: int, seed: int, reach: int = 1000) -> Topology:
     """A random tree of n nodes, each parent among the `reach` nodes before; fewer is deeper."""
     generator = torch.Generator().manual_seed(seed)
-    parents = [
-        int(torch.randint(max(n - reach, 0), n, (), generator=generator)) for n in range(1, n)
-    ]
+    bounds = ((max(n - reach, 0), n) for n in range(1, n))
+    parents = [int(torch.randint(*bound, (), generator=generator)) for bound in bounds]
     return Topology(np.array([-1, *parents]))
 
 
@@ -574,9 +564,8 @@ def metaspace(vocab_size: int = 400) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<unk>"], show_progress=False
-    )
+    options = {"special_tokens": ["<unk>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(SPOKEN[:1] * 4, trainer)
     # The trainer knows no byte tokens, so they are written into the finished vocabulary.
     content = json.loads(tokenizer.to_str())
@@ -611,9 +600,8 @@ def tree_logits(runner, committed, lacking, drafted, tree):
 def check_tree(runner, model, n=8):
     """Holds the logits of a tree against transformers' own along each path."""
     tree = random_tree(n, seed=3, reach=2)
-    committed, lacking, drafted = (
-        prompt_of(seed, size, 150) for seed, size in ((1, 11), (2, 3), (3, n))
-    )
+    sizes = (1, 11), (2, 3), (3, n)
+    committed, lacking, drafted = (prompt_of(*size, 150) for size in sizes)
     got = tree_logits(runner, committed, lacking, drafted, tree)
     for node in range(n):
         path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]

@@ -42,8 +42,8 @@ def error_of(content: Any, **options: Any) -> str:
 
 
 def test_formats_are_decoded_as_pillow_does():
-    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True}), ("GIF", {}), ("JPEG", {})):
-        content = encoded(Image.fromarray(PIXELS), kind, **options)
+    for kind in ("PNG", "WEBP", "GIF", "JPEG"):
+        content = encoded(Image.fromarray(PIXELS), kind, lossless=True)
         expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
         image = decode_image(content)
         assert image.mode == "RGB" and np.array_equal(np.asarray(image), expected)
@@ -64,13 +64,12 @@ def test_orientation_frames_and_depth():
 
 
 def test_unusable_files_are_refused():
-    jpeg, scans = (
-        encoded(Image.fromarray(PIXELS), "JPEG", progressive=each) for each in (False, True)
-    )
+    image = Image.fromarray(PIXELS)
+    jpeg, scans = (encoded(image, "JPEG", progressive=each) for each in (False, True))
     for content, message in (
         (b"", "no readable image: needs PNG, JPEG"), (b"%PDF-1.7", "no readable image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
-        (encoded(Image.fromarray(PIXELS), "BMP"), "no readable image"),
+        (encoded(image, "BMP"), "no readable image"),
         (PNG[:-40], "damaged or incomplete"), (jpeg[:-60], "damaged or incomplete"),
         (scans[:-2] + scans[scans.index(b"\xff\xda") : -2] * 20 + scans[-2:], "too many scans"),
     ):  # fmt: skip
@@ -131,12 +130,9 @@ def test_files_and_images_belong_to_python_only(tmp_path):
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
         (image,) = ImageReader(same, reads_files=True).read([message])[1]
         assert np.array_equal(np.asarray(image), PIXELS)
-    for part in (
-        {"type": "image", "image": str(path)},
-        {"type": "image_url", "image_url": str(path)},
-        {"type": "image_url", "image_url": {"url": f"file://{path}"}},
-    ):
-        assert "image 1: no URL" in error_of([part])
+    for source in (str(path), {"url": f"file://{path}"}):
+        assert "image 1: no URL" in error_of([{"type": "image_url", "image_url": source}])
+    assert "image 1: no URL" in error_of([{"type": "image", "image": str(path)}])
     for part in ({"type": "image"}, {"type": "image_url"}, {"type": "image", "image": PIXELS}):
         assert "image 1: no URL" in error_of([part], reads_files=True)
     part = {"type": "image", "image": tmp_path / "nowhere"}

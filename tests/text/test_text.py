@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jinja2 import Environment
 from support.checkpoints import llama_config
+from support.heads import edit_config
 from support.tiny import SPOKEN, add_tokenizer, byte_level, metaspace
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -57,10 +58,9 @@ def encoded(tokenizer, text):
 def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, n_prompt):
     ids = encoded(tokenizer, SPOKEN[0] + " " + text)
     prompt = ids[:n_prompt]
-    ids = ids[n_prompt:]
     assume(HALF not in decode(tokenizer, prompt))
     stream = TextStream(tokenizer, prompt, ())
-    pieces, _ = pieces_of(stream, ids)
+    pieces, _ = pieces_of(stream, ids[n_prompt:])
     assert HALF not in "".join(pieces)
     assert "".join(pieces) == stream.text
     assert decode(tokenizer, prompt) + stream.text == SPOKEN[0] + " " + text
@@ -104,8 +104,8 @@ def expected_stop(tokenizer, prompt, ids, stops):
         text = answer_of(tokenizer, prompt, ids[:n])
         positions = [text.find(stop) for stop in stops if stop in text]
         if positions:
-            return n, text[: min(positions)], True
-    return len(ids), answer_of(tokenizer, prompt, ids), False
+            return n, text[: min(positions)]
+    return len(ids), answer_of(tokenizer, prompt, ids)
 
 
 @given(st.sampled_from([BYTE_LEVEL, METASPACE]), texts, st.data())
@@ -113,18 +113,16 @@ def test_first_stop_string_ends_the_text(tokenizer, text, data):
     """Several stops, within tokens and across borders, some absent and some nearly present."""
     prompt = encoded(tokenizer, SPOKEN[0])
     ids = encoded(tokenizer, SPOKEN[0] + " " + text * 2)[len(prompt) :]
-    parts = st.tuples(
-        st.integers(0, 2 * len(text)), st.integers(1, 7), st.sampled_from(["", "", "#"])
-    )
+    starts = st.integers(0, 2 * len(text))
+    parts = st.tuples(starts, st.integers(1, 7), st.sampled_from(["", "", "#"]))
     stops = [
         (" " + text * 2)[start : start + length] + end
         for start, length, end in data.draw(st.lists(parts, max_size=3))
     ]
     stream = TextStream(tokenizer, prompt, tuple(stops))
     pieces, n = pieces_of(stream, ids)
-    n_expected, text_expected, stopped = expected_stop(tokenizer, prompt, ids, stops)
+    n_expected, text_expected = expected_stop(tokenizer, prompt, ids, stops)
     assert (n, stream.text, "".join(pieces)) == (n_expected, text_expected, text_expected)
-    assert not (stopped and any(stop in stream.text for stop in stops))
 
 
 @given(texts, st.lists(st.text(characters, min_size=1, max_size=6), max_size=1))
@@ -151,9 +149,8 @@ def test_special_tokens_begin_prompts_and_have_no_text(tmp_path):
     stream = TextStream(tokenizer, [start], ("</s>",))
     pieces, _ = pieces_of(stream, [*ids[:2], end, *ids[2:], end])
     assert "".join(pieces) == "the fox"
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "<s> $A", special_tokens=[("<s>", start)]
-    )
+    special = [("<s>", start)]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=special)
     add_tokenizer(tmp_path, tokenizer)
     assert encode(load_tokenizer(tmp_path), "the fox") == [start, *ids]
     for content in ("", "{", '{"model": 3}'):
@@ -173,13 +170,12 @@ def test_end_token_ends_a_sequence_and_has_no_text():
 @given(texts)
 def test_bytes_of_tokens_join_to_the_text(text):
     """Also where a token holds a part of a character, raw in tokens of byte fallback."""
-    for raw, ids in (
-        (BYTE_LEVEL, encoded(BYTE_LEVEL, text + "🙂")),
-        (METASPACE, encoded(METASPACE, "🙂")[-4:]),
+    for raw, ids, expected in (
+        (BYTE_LEVEL, encoded(BYTE_LEVEL, text + "🙂"), text + "🙂"),
+        (METASPACE, encoded(METASPACE, "🙂")[-4:], "🙂"),
     ):
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-        joined = b"".join(token_bytes(tokenizer, token) for token in ids)
-        assert joined == ("🙂" if raw is METASPACE else text + "🙂").encode()
+        assert b"".join(token_bytes(tokenizer, token) for token in ids) == expected.encode()
 
 
 @pytest.mark.parametrize("backend", [BYTE_LEVEL, METASPACE], ids=["byte level", "metaspace"])
@@ -197,9 +193,9 @@ def test_special_tokens_in_messages_are_encoded_as_text(backend, tmp_path):
     turns = [{"role": "user", "content": text} for text in ("fox", "the </s> fox", "<think></s>")]
     ids = encode_chat(tokenizer, turns, {})
     assert [ids.count(raw.token_to_id(name)) for name in ("</s>", "<think>")] == [3, 4]
-    for options in ({}, {"add_generation_prompt": True}):
-        rendered = tokenizer.apply_chat_template(turns[:1], return_dict=False, **options)
-        assert encode_chat(tokenizer, turns[:1], options) == rendered
+    options = {"add_generation_prompt": True}
+    rendered = tokenizer.apply_chat_template(turns[:1], return_dict=False, **options)
+    assert encode_chat(tokenizer, turns[:1], options) == rendered
 
 
 def test_chat_templates_may_change_lists(tmp_path):
@@ -213,8 +209,7 @@ def test_chat_templates_may_change_lists(tmp_path):
     turns = [{"role": "user", "content": text} for text in "ab"] + [{"role": "tool"}] * 3
     expected = Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
     add_tokenizer(tmp_path, BYTE_LEVEL)
-    about = tmp_path / "tokenizer_config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"chat_template": template}))
+    edit_config(tmp_path, "tokenizer_config.json", chat_template=template)
     tokenizer = load_tokenizer(tmp_path)
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
     assert rendered == expected.render(messages=turns)
@@ -229,8 +224,7 @@ def test_chat_templates_may_change_lists(tmp_path):
 def test_tokenizer_class_equals_transformers(tmp_path, kind, named):
     add_tokenizer(tmp_path, BYTE_LEVEL)
     (tmp_path / "config.json").write_text(json.dumps(llama_config(model_type=kind)))
-    about = tmp_path / "tokenizer_config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"tokenizer_class": named}))
+    edit_config(tmp_path, "tokenizer_config.json", tokenizer_class=named)
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert type(ours) is type(theirs)
     ids = theirs.encode("The quick  brown fox, naïve\n")

@@ -8,6 +8,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -36,9 +37,14 @@ class BlockState(TreeState):
 
     Block 0 has masks after the last token. Further blocks contain the path of their row. Memory for
     parent states in the plan limits their number.
-    cached    keys and values of all tokens but the last, per layer
-    blocks    (n_blocks, n_at_once, hidden_size)
+    cached      keys and values of all tokens but the last, per layer
+    blocks      (n_blocks, n_at_once, hidden_size)
+    recomputes  compute blocks for the rows to add, instead of using those of their parents
+    n_passes    passes over blocks
     """
+
+    recomputes = True
+    n_passes = 0
 
     def __init__(
         self,
@@ -56,12 +62,13 @@ class BlockState(TreeState):
 
     @property
     def n_recomputable(self) -> int:
-        """See `TreeState`: the blocks of a chunk, and the blocks that memory holds."""
+        """Maximum rows of a round with new blocks: of a chunk, and those that fit in memory."""
         n_predicted = self.blocks.shape[1]
-        n_left = 2 * (CHUNK_ROWS + self._most_rows) // n_predicted - len(self.blocks)
+        n_left = 2 * (CHUNK_ROWS + self.most_rows) // n_predicted - len(self.blocks)
         return max(min(n_left, CHUNK_ROWS // (n_predicted + 1)), 0)
 
     def is_recomputed(self, row: int) -> bool:
+        """Return whether a row does not depend on the block of its parent."""
         return row == 0 or bool(self._block_of[row] != self._block_of[self._tree.parents[row]])
 
     def path(self, row: int) -> list[int]:
@@ -86,7 +93,7 @@ class BlockState(TreeState):
         """Return the hidden states (n, hidden_size) that predict the children of the new rows."""
         indices = self._block_of[self.new_rows], self.new_depths
         host = [torch.from_numpy(part).long() for part in indices]
-        return self.blocks[to_device(host, self.blocks.device)]
+        return self.blocks[tuple(to_device(host, self.blocks.device))]
 
 
 class BlockModel(LevelModel):
@@ -197,20 +204,22 @@ class BlockTreeBuilder(DynamicTreeBuilder):
         The most probable child is accepted more often with a conditioned block. That difference,
         weighted by the chances of the nodes, is a lower bound of the gain in tokens.
         """
+        state = cast(BlockState, self.state)
         places = self._best(waiting)
-        best = places[: self.state.n_recomputable]
+        best = places[: state.n_recomputable]
         rates = (each.acceptance.by_rank()[0] for each in (self.conditioned, self.inherited))
         conditioned_rate, inherited_rate = rates
         chances = self._nodes.chances
         gain = (conditioned_rate - inherited_rate) * chances[best].sum()
-        rate = self.cost.best(chances, self.state.n_passes)[1]
-        self.state.recomputes = bool(gain > rate * self.cost.level_s)
-        return best if self.state.recomputes else places
+        rate = self.cost.best(chances, state.n_passes)[1]
+        state.recomputes = bool(gain > rate * self.cost.level_s)
+        return best if state.recomputes else places
 
     def _estimates_of(self, row: int) -> Estimates:
         if row == 0:
             return self.estimates
-        return self.conditioned if self.state.is_recomputed(row) else self.inherited
+        is_conditioned = cast(BlockState, self.state).is_recomputed(row)
+        return self.conditioned if is_conditioned else self.inherited
 
 
 # Prior acceptance of the most probable child with the block of its parent, relative to that with a
@@ -245,7 +254,7 @@ class BlockDrafter(TreeDrafter):
 _RESOURCES = DraftResources(find_heads=open_head, model="draft.block.BlockModel")
 # Coupled noise works with dynamic trees at every temperature.
 DRAFTER = replace(
-    tree_drafter(dynamic_at_zero=True, dynamic_above=False, resources=_RESOURCES),
+    tree_drafter(dynamic_at_zero=True, resources=_RESOURCES),
     open=lambda parts: BlockDrafter(parts, is_dynamic=(True, False)),
     best_rule="coupled",
 )

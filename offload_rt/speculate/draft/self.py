@@ -3,6 +3,4 @@
 from offload_rt.speculate.protocols import DraftResources
 from offload_rt.speculate.tree_types import tree_drafter
 
-DRAFTER = tree_drafter(
-    dynamic_at_zero=True, dynamic_above=False, resources=DraftResources(copies_target=True)
-)
+DRAFTER = tree_drafter(dynamic_at_zero=True, resources=DraftResources(copies_target=True))

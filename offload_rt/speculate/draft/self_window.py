@@ -4,6 +4,4 @@ from offload_rt.kv.sparse import WindowCache
 from offload_rt.speculate.protocols import DraftResources
 from offload_rt.speculate.tree_types import tree_drafter
 
-DRAFTER = tree_drafter(
-    dynamic_at_zero=False, dynamic_above=False, resources=DraftResources(view=WindowCache)
-)
+DRAFTER = tree_drafter(resources=DraftResources(view=WindowCache))

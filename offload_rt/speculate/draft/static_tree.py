@@ -2,4 +2,4 @@
 
 from offload_rt.speculate.tree_types import tree_drafter
 
-DRAFTER = tree_drafter(dynamic_at_zero=False, dynamic_above=False)
+DRAFTER = tree_drafter()
