@@ -40,10 +40,8 @@ SETTINGS = [
 def peer_probs(logits, settings, contexts, n_prompt=0, end_ids=()):
     """The distribution by transformers, its processors in the order of its own `generate`."""
     chain = processors(SamplingParams(**settings), n_prompt, end_ids)
-    rows = [
-        chain(torch.tensor([context]), row[None])[0]
-        for row, context in zip(logits, contexts, strict=True)
-    ]
+    pairs = zip(contexts, logits, strict=True)
+    rows = [chain(torch.tensor([context]), row[None])[0] for context, row in pairs]
     return torch.softmax(torch.stack(rows), -1)
 
 
@@ -298,9 +296,8 @@ def test_draws_follow_the_distribution(probs, scale):
 @pytest.mark.parametrize(("at", "token"), [(0.0, 2), (1 - 2**-53, 5), (1.0, 5)])
 def test_ends_of_the_unit_interval_give_possible_tokens(monkeypatch, at, token):
     """Including a draw of exactly one, a possible result of rounding."""
-    monkeypatch.setattr(
-        sampling.torch, "rand", lambda n, **options: torch.full((n,), at, dtype=torch.float64)
-    )
+    drawn = torch.full((1,), at, dtype=torch.float64)
+    monkeypatch.setattr(sampling.torch, "rand", lambda *_, **__: drawn)
     probs = torch.tensor([0.0, 0.0, 0.3, 0.2, 0.0, 0.5, 0.0])
     assert draw(probs[None], torch.Generator()) == [token]
 

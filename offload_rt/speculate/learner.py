@@ -307,9 +307,8 @@ class Learner:
 
 def learning_nbytes(spec: Architecture, dtype: DType, device: torch.device) -> int:
     """Return device bytes for training a draft in `dtype`, besides its weights."""
-    matrices = [
-        shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i) if len(shape) == 2
-    ]
+    shapes = (shape for i in range(spec.n_layers) for _, shape in spec.layer_tensors(i))
+    matrices = [shape for shape in shapes if len(shape) == 2]
     # Adapters, gradients, two moments, merged adapters; and the change of the largest matrix.
     adapters = 4 * (6 * _RANK * sum(map(sum, matrices)) + 2 * max(map(math.prod, matrices)))
     originals = dtype.itemsize * sum(map(math.prod, matrices)) if device.type == "cpu" else 0

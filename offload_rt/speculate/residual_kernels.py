@@ -72,9 +72,8 @@ def _remainder(tree, node, i):  # type: ignore[no-untyped-def]
             is_excluded = False
             for j in range(first, last):
                 sibling = tree.children[j]
-                if (j < first + i or not tree.is_sampled[sibling]) and tree.tokens[
-                    sibling
-                ] == token:
+                is_gone = j < first + i or not tree.is_sampled[sibling]
+                if is_gone and tree.tokens[sibling] == token:
                     is_excluded = True
             if not is_excluded:
                 left += probs[token]

@@ -50,11 +50,6 @@ def head_drafter(
     find_heads: Callable[[Path, Checkpoint], Checkpoint | None] = open_head,
     built_in: bool = False,
 ) -> DrafterType:
-    """Type of a drafter with heads, whose trees are dynamic; see `DraftResources`.
-
-    model  class in `head_model`
-    """
-    resources = DraftResources(
-        find_heads=find_heads, built_in=built_in, model=f"head_model.{model}"
-    )
+    """Type of a drafter with heads, whose trees are dynamic; see `DraftResources`."""
+    resources = DraftResources(find_heads=find_heads, built_in=built_in, model=model)
     return tree_drafter(dynamic_at_zero=True, dynamic_above=True, resources=resources)

@@ -4,6 +4,7 @@ import json
 import mmap
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +45,7 @@ def load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         _, metadata = Fields(data).metadata([_PREFIX + name for name in _ARRAYS])
-    fields = {
-        name.removeprefix(_PREFIX): value
-        for name, value in metadata.items()
-        if name.startswith(_PREFIX)
-    }
+    fields = {name.removeprefix(_PREFIX): value for name, value in metadata.items()}
     kind = fields.get("model")
     if kind is None:
         return None
@@ -150,12 +147,8 @@ def _add_tokens(tokenizer: "Tokenizer", fields: Mapping[str, Any]) -> None:
     from tokenizers import AddedToken
 
     for kind in (_CONTROL, _USER_DEFINED):
-        tokenizer.add_tokens(
-            [
-                AddedToken(token, normalized=False, special=kind == _CONTROL)
-                for token in _of_types(fields, (kind,))
-            ]
-        )
+        added = partial(AddedToken, normalized=False, special=kind == _CONTROL)
+        tokenizer.add_tokens([*map(added, _of_types(fields, (kind,)))])
 
 
 def _of_types(fields: Mapping[str, Any], kinds: tuple[int, ...]) -> list[str]:

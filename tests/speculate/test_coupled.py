@@ -164,10 +164,10 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
     assert others == [False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "tree_size"),
-    [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)],
-)
+SIZES = [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)]
+
+
+@pytest.mark.parametrize(("drafter", "tree_size"), SIZES)
 def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter, tree_size):
     """Token for token; together and alone."""
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}

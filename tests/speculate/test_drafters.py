@@ -149,11 +149,8 @@ def test_prompts_of_a_draft_model_are_not_rounds(pair, monkeypatch):
 
 def best_rate(chances, cost, n_rounds):
     """Return the largest tokens per second of all prefixes of a tree."""
-    ordered = sorted(chances, reverse=True)[: len(cost.pass_s)]
-    return max(
-        sum(ordered[: n + 1]) / (cost.pass_s[n] + n_rounds * cost.level_s)
-        for n in range(len(ordered))
-    )
+    tokens = np.cumsum(sorted(chances, reverse=True)[: len(cost.pass_s)])
+    return max(tokens / (cost.pass_s[: len(tokens)] + n_rounds * cost.level_s))
 
 
 def test_round_pays_by_the_best_prefix_of_all_nodes():
@@ -317,9 +314,8 @@ class GrowingRows:
 
     def add(self, parents, tokens):
         self.tokens += tokens
-        self.paths += [
-            (*self.paths[row], token) for row, token in zip(parents, tokens, strict=True)
-        ]
+        for row, token in zip(parents, tokens, strict=True):
+            self.paths.append((*self.paths[row], token))
         return range(len(self.paths) - len(tokens), len(self.paths))
 
 

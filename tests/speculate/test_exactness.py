@@ -97,9 +97,8 @@ def test_bottom_up_on_a_chain_is_block_verification():
     expected = 0.0
     for tree, p in RECIPES["chain"].trees(draft):
         draft_probs = [draft.after(tree.path_to(node)) for node in range(3)]
-        expected += p * block_verification(
-            list(target_probs(target, tree)), draft_probs, tree.path_to(3)
-        )
+        target_rows = list(target_probs(target, tree))
+        expected += p * block_verification(target_rows, draft_probs, tree.path_to(3))
     assert abs(result("traversal", "chain")[1] - expected) < 1e-12
 
 
@@ -220,9 +219,8 @@ def test_kernel_decides_like_the_plain_rule(rule, dtype):
         end, probs = PLAIN[rule](tree, target, uniforms)
         assert decision.end == end, seed
         assert decision.probs.dtype == dtype
-        torch.testing.assert_close(
-            decision.probs.double(), probs, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5
-        )
+        atol = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(decision.probs.double(), probs, rtol=0, atol=atol)
         ends.add(int(tree.topology.depths[end]))
     assert ends >= {0, 1, 2, 3}
 
@@ -242,13 +240,12 @@ def test_verdict_is_an_allowed_path_and_follows_from_the_seed(rule):
     module = load_rule(rule)
     for seed in range(24):
         tree, target, _ = random_case(seed, torch.float32)
-        before = target.clone(), tree.tokens.clone(), tree.sampled.draft_probs.clone()
+        given = target, tree.tokens, tree.sampled.draft_probs
+        before = [part.clone() for part in given]
         verdicts = [module.verify(tree, target, sequence_of(seed)) for _ in range(2)]
         assert verdicts[0] == verdicts[1], "all chance comes from the sequence"
         check_verdict(verdicts[0], tree, target)
-        assert all(map(torch.equal, before, (target, tree.tokens, tree.sampled.draft_probs))), (
-            "a rule changes nothing"
-        )
+        assert all(map(torch.equal, before, given)), "a rule changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -257,13 +254,11 @@ def test_verdict_is_an_allowed_path_and_follows_from_the_seed(rule):
 )
 def test_adaptive_rule_depends_on_the_temperature(temperature, rule):
     sampling = SamplingParams(temperature=temperature, seed=5)
+    rules = load_rule("adaptive"), load_rule(rule)
     for seed in range(8):
         tree, target, _ = random_case(seed, torch.float32)
-        decided, expected = (
-            load_rule(name).verify(tree, target, Sequence([1], sampling, 64))
-            for name in ("adaptive", rule)
-        )
-        assert decided == expected
+        verdicts = [each.verify(tree, target, Sequence([1], sampling, 64)) for each in rules]
+        assert verdicts[0] == verdicts[1]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -298,17 +293,13 @@ def large_case(sharpness: float, seed: int = 0, n: int = 14) -> tuple[DraftTree,
     """Vocabulary of 32,000; a draft with most probabilities at or close to 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, 32_000, generator=generator) * 2
-    draft = torch.softmax(
-        (logits + torch.randn(n, 32_000, generator=generator) / 2) * sharpness, -1
-    )
+    noise = torch.randn(n, 32_000, generator=generator) / 2
+    draft = torch.softmax((logits + noise) * sharpness, -1)
     topology = random_tree(n, seed, reach=5)
     is_sampled = torch.rand(n, generator=generator).numpy() < 0.7
     is_sampled[0] = False
-    return (
-        grow(topology, is_sampled, draft, seed),
-        torch.softmax(logits, -1),
-        torch.rand(n, generator=generator).double(),
-    )
+    tree = grow(topology, is_sampled, draft, seed)
+    return tree, logits.softmax(-1), torch.rand(n, generator=generator).double()
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 8.0, 1000.0])

@@ -23,7 +23,6 @@ from support.heads import (
 )
 from support.texts import small_model
 from support.tiny import (
-    CASES,
     assert_continued,
     drafter_of,
     engine_of,

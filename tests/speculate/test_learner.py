@@ -113,9 +113,8 @@ def test_loss_and_gradients_equal_cross_entropy_of_transformers(zoo, name):
         for is_served in (False, True):
             learner._serve(is_served)
             for share, wanted in ((0.0, without), (1.0, changed.detach())):
-                torch.testing.assert_close(
-                    learner.loss(passage, share).double(), wanted, rtol=2e-4, atol=2e-4
-                )
+                loss = learner.loss(passage, share).double()
+                torch.testing.assert_close(loss, wanted, rtol=2e-4, atol=2e-4)
         changed.sum().backward()
         learner.loss(passage, 1.0).sum().backward()
         for weight, a, b in adapted(learner, model):

@@ -250,9 +250,7 @@ def test_draft_with_a_shorter_context_continues(pair, tmp_path, monkeypatch, dra
     with open_llm(pair.target, max_model_len=160, tree_depth=6, **settings) as llm:
         output = llm.generate(prompt, SamplingParams(max_new_tokens=60))[0]
     assert output.token_ids == generate(pair.model, prompt, 60)
-    assert max(seen) + 6 <= max(n_positions, 7), (
-        "a tree of six levels would not fit into the draft's context"
-    )
+    assert max(seen) + 6 <= max(n_positions, 7), "a tree would not fit into the draft's context"
     assert min(seen) >= (n_positions - 6) // 2
     assert n_positions < 64 or output.stats.tokens_per_pass > 1.1
 

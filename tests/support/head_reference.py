@@ -115,20 +115,16 @@ class Reference:
         visible  (n, n_before + n) bool; None for causal attention
         """
         given = h if before is None else torch.cat((before, h))
-        q, k, v = (
-            self.linear(f"{prefix}self_attn.{name}_proj", x)
-            for name, x in (("q", h), ("k", given), ("v", given))
-        )
+        q = self.linear(f"{prefix}self_attn.q_proj", h)
+        k, v = (self.linear(f"{prefix}self_attn.{name}_proj", given) for name in "kv")
         q = q.view(len(h), -1, k.shape[-1])
         k, v = k[:, None], v[:, None]
         if f"{prefix}self_attn.q_norm.weight" in self.w:
-            q, k = (
-                self._norm(f"{prefix}self_attn.{name}_norm", x) for name, x in (("q", q), ("k", k))
-            )
+            q = self._norm(f"{prefix}self_attn.q_norm", q)
+            k = self._norm(f"{prefix}self_attn.k_norm", k)
         q, k, v = (x.transpose(0, 1) for x in (_rotated(q, len(given) - len(h)), _rotated(k), v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, visible, is_causal=visible is None, enable_gqa=True
-        )
+        options = {"is_causal": visible is None, "enable_gqa": True}
+        out = F.scaled_dot_product_attention(q, k, v, visible, **options)
         return self.linear(f"{prefix}self_attn.o_proj", out.transpose(0, 1).flatten(1))
 
     def _mlp(self, prefix: str, h: Tensor) -> Tensor:
@@ -213,9 +209,8 @@ class Reference:
         size = keys["block_size"]
         taps = [i + 1 for i in keys.get("target_layer_ids", ())]
         taps = taps or self.raw["aux_hidden_state_layer_ids"]
-        context = self._norm(
-            "hidden_norm", self.linear("fc", torch.cat([states[i] for i in taps], 1))
-        )
+        fused = self.linear("fc", torch.cat([states[i] for i in taps], 1))
+        context = self._norm("hidden_norm", fused)
         masks = [self.mask_token] * (size - 1 - len(known))
         x = self.embedding[[tokens[-1], *known, *masks]] * keys.get("input_embedding_scale", 1)
         for i in range(2):

@@ -213,9 +213,7 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
 
 
 def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
-    return torch.stack(
-        [target.after((*text, *tree.path_to(node))) for node in range(len(tree.topology))]
-    )
+    return torch.stack([target.after((*text, *path)) for path in tree.paths()])
 
 
 def distribution_under(
@@ -234,11 +232,8 @@ def distribution_under(
 
 def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Recipe:
     """Letters of `is_sampled` below the root: s for sampled, d for deterministic."""
-    return Recipe(
-        Topology(np.array(parents)),
-        np.array([False, *(letter == "s" for letter in is_sampled)]),
-        independent,
-    )
+    letters = np.array([False, *(letter == "s" for letter in is_sampled)])
+    return Recipe(Topology(np.array(parents)), letters, independent)
 
 
 def small_tree(n: int, seed: int) -> Topology:

@@ -280,47 +280,39 @@ def prompt_of(seed: int, n: int = 21, vocab_size: int = 128) -> list[int]:
     return torch.randint(vocab_size, (n,), generator=generator).tolist()
 
 
+@dataclass(eq=False, repr=False)
 class GreedyText(Sequence[int]):
     """The greedy continuation of a prompt by transformers.
 
     Comparison with a text takes a single forward pass: each token of the text must be the most
     probable one after its predecessors. Other uses and unequal texts generate the continuation.
 
-    n_new       number of tokens
-    successors  returns the most probable token after the prompt and after each token of a text
-    produce     generates the continuation
-    known       the tokens known so far, shared by all texts of the prompt
+    known  the tokens known so far, shared by all texts of the prompt
     """
 
-    def __init__(
-        self,
-        n_new: int,
-        successors: Callable[[list[int]], list[int]],
-        produce: Callable[[int], list[int]],
-        known: list[int],
-    ) -> None:
-        self._n_new = n_new
-        self._successors = successors
-        self._produce = produce
-        self._known = known
+    model: PreTrainedModel
+    prompt: Sequence[int]
+    n_new: int
+    known: list[int]
 
     def tokens(self) -> list[int]:
-        if len(self._known) < self._n_new:
-            self._known[:] = self._produce(self._n_new)
-        return self._known[: self._n_new]
+        if len(self.known) < self.n_new:
+            self.known[:] = _generate(self.model, self.prompt, self.n_new)
+        return self.known[: self.n_new]
 
     def __eq__(self, text: object) -> bool:
         if not isinstance(text, list):
             return NotImplemented
-        is_known = len(self._known) >= self._n_new
-        if not is_known and len(text) == self._n_new and self._successors(text)[:-1] == text:
-            self._known[:] = text
+        if len(self.known) < self.n_new == len(text):
+            logits = logits_of(self.model, [*self.prompt, *text])
+            if logits[len(self.prompt) - 1 : -1].argmax(-1).tolist() == text:
+                self.known[:] = text
         return self.tokens() == text
 
     __hash__ = None
 
     def __len__(self) -> int:
-        return self._n_new
+        return self.n_new
 
     def __getitem__(self, i: Any) -> Any:
         return self.tokens()[i]
@@ -341,12 +333,7 @@ def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> Greed
     Computed once per model, dtype and prompt: change no weights after the first call.
     """
     known = _TEXTS.setdefault(model, {}).setdefault((model.dtype, tuple(prompt)), [])
-    return GreedyText(
-        n_new,
-        lambda text: logits_of(model, [*prompt, *text])[len(prompt) - 1 :].argmax(-1).tolist(),
-        partial(_generate, model, prompt),
-        known,
-    )
+    return GreedyText(model, prompt, n_new, known)
 
 
 def assert_continued(

@@ -20,9 +20,8 @@ CASES = [
 
 def joined(pieces: list[str], starts_inside: bool) -> list[tuple[str, bool]]:
     splitter = ReasoningSplitter(starts_inside)
-    parts = [
-        part for i, text in enumerate(pieces) for part in splitter.add(text, i == len(pieces) - 1)
-    ]
+    parts = [part for text in pieces[:-1] for part in splitter.add(text)]
+    parts += splitter.add(pieces[-1], is_last=True)
     runs = groupby(parts, key=lambda part: part.is_reasoning)
     return [("".join(part.text for part in run), kind) for kind, run in runs]
 

@@ -46,20 +46,14 @@ def test_depths_and_children(topology):
     assert [len(ancestors(topology, node)) - 1 for node in range(n)] == topology.depths.tolist()
     for node, children in enumerate(topology.children):
         assert children == tuple(np.flatnonzero(topology.parents == node))
-    assert topology.is_chain == all(
-        len(children) == (node < n - 1) for node, children in enumerate(topology.children)
-    )
+    assert topology.is_chain == (max(map(len, topology.children)) <= 1)
 
 
 def test_long_prompt_above_a_tree_needs_no_square_mask():
     n = 1_000_000  # squared: a terabyte
     seen = visible(Topology(np.array([-1, 0, 0, 1])).after_chain(n), n + 1, n + 4)
     assert seen[:, : n + 1].all()
-    assert seen[:, n + 1 :].tolist() == [
-        [True, False, False],
-        [False, True, False],
-        [True, False, True],
-    ]
+    assert torch.equal(seen[:, n + 1 :], torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]).bool())
 
 
 @given(trees | chains, st.data())

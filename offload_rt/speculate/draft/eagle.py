@@ -2,4 +2,4 @@
 
 from offload_rt.speculate.tree_types import head_drafter
 
-DRAFTER = head_drafter("HeadModel")
+DRAFTER = head_drafter("head_model.HeadModel")

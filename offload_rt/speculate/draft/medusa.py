@@ -2,4 +2,4 @@
 
 from offload_rt.speculate.tree_types import head_drafter
 
-DRAFTER = head_drafter("MedusaModel")
+DRAFTER = head_drafter("head_model.MedusaModel")

@@ -3,4 +3,4 @@
 from offload_rt.speculate.tree_types import head_drafter
 from offload_rt.weights.heads import find_mtp
 
-DRAFTER = head_drafter("HeadModel", find_mtp, built_in=True)
+DRAFTER = head_drafter("head_model.HeadModel", find_mtp, built_in=True)

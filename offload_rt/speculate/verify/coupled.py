@@ -28,9 +28,8 @@ class Coupled:
     def verify(self, tree: DraftTree, target: NodeProbs | Tensor, sequence: Sequence) -> Verdict:
         """See `VerificationRule.verify`."""
         depths = torch.from_numpy(tree.topology.depths)
-        noise = sequence.noise.at(
-            len(sequence.tokens), tree.topology.n_levels, target.shape[1], target.device
-        )
+        n_levels = tree.topology.n_levels
+        noise = sequence.noise.at(len(sequence.tokens), n_levels, target.shape[1], target.device)
 
         def tokens_after(nodes: slice) -> list[int]:
             (levels,) = to_device([depths[nodes]], target.device)
