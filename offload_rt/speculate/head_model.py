@@ -108,10 +108,7 @@ class HeadModel(DraftModel):
             self._inputs[sequence] = n_gone, both
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Continue if inputs start where the head's cache ends; otherwise the target recomputes.
-
-        See `Drafter.transfer`.
-        """
+        """Continue if inputs start where the head's cache ends; otherwise the target recomputes."""
         super().transfer(old, new, n)
         self._convert(old)
         n_gone, known = self._inputs.pop(old, (n, torch.empty(0)))
@@ -194,10 +191,7 @@ class MedusaModel(LevelModel):
         self._layers = self.runner.resident_layers()
 
     def transfer(self, old: Sequence, new: Sequence, n: int) -> int:
-        """Drop the state: the next target pass provides the only hidden state needed.
-
-        See `Drafter.transfer`.
-        """
+        """Drop the state: the next target pass provides the only hidden state needed."""
         self.end(old)
         return n
 

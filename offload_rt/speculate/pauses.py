@@ -29,8 +29,7 @@ class Pauses:
     """Balance the time that drafted passes gain and lose; pause while the balance is negative.
 
     The balance counts plain passes. Each plain pass adds `_SHARE`, which limits the time that
-    drafting may lose. Times are relative to an estimated plain pass, which makes passes of
-    different contexts comparable.
+    drafting may lose. Times are relative to an estimated plain pass of the same context.
 
     is_drafting  whether the current pass has drafts
     """

@@ -12,9 +12,7 @@ def changed_rows(vocab_size: int) -> int:
 
 
 def draft_rows(longest: int, n_nodes: int) -> int:
-    """Rows of the draft's cache for a sequence of up to `longest` tokens and trees of up to
-    `n_nodes`.
-    """
+    """Rows of the draft's cache for up to `longest` tokens and trees of up to `n_nodes`."""
     return longest - 1 + ROWS_PER_NODE * n_nodes
 
 

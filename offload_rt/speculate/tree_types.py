@@ -32,9 +32,7 @@ def tree_drafter(
     dynamic_above: bool = False,
     resources: DraftResources = DRAFT_MODEL,
 ) -> DrafterType:
-    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children of
-    static trees.
-    """
+    """Type of a `TreeDrafter`; above temperature 0, the rule decides the sampling of children."""
     return DrafterType(
         lambda parts: _trees.TreeDrafter(parts, is_dynamic=(dynamic_at_zero, dynamic_above)),
         gives_draft_probs=not dynamic_above,

@@ -89,8 +89,7 @@ class ResampledChainBuilder(StaticTreeBuilder):
     """Chain drawn from the model's distributions by speculative sampling.
 
     Tokens of the smaller draft are verified against the model's distributions. Replacements for
-    rejected tokens are drawn from the residual, so each token has exactly the stated
-    distribution.
+    rejected tokens are drawn from the residual, so each token has the stated distribution.
     """
 
     def __init__(self, state: DraftState, plan: StaticTree, acceptance: Acceptance) -> None:
