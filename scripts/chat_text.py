@@ -63,11 +63,7 @@ class BatchWriter:
 
     @torch.no_grad()
     def write(
-        self,
-        prompts: list[list[int]],
-        temperatures: Tensor,
-        n_new: int,
-        unfinished: float = 0.05,
+        self, prompts: list[list[int]], temperatures: Tensor, n_new: int, unfinished: float = 0.05
     ) -> list[list[int]]:
         """Return the continuation of each prompt, with its end token, or of `n_new` tokens.
 
@@ -168,9 +164,7 @@ def user_turns(
         openings = [tokenizer(OPENINGS[i]).input_ids if i < len(OPENINGS) else [] for i in picks]
         temperatures = 0.7 + 0.4 * torch.rand(batch)
         for opening, text in zip(
-            openings,
-            writer.write([header + o for o in openings], temperatures, n_new),
-            strict=True,
+            openings, writer.write([header + o for o in openings], temperatures, n_new), strict=True
         ):
             turn = opening + text[:-1]
             if text[-1] == tokenizer.eos_token_id and len(turn) > 4 and not repeats(turn):

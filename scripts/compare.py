@@ -316,9 +316,7 @@ def _flags() -> argparse.Namespace:
         "--cgroup", type=Path, help="directory of a control group with a memory limit"
     )
     parser.add_argument(
-        "--budget",
-        type=parse_size,
-        help="default: 600MB, or the limit less imports",
+        "--budget", type=parse_size, help="default: 600MB, or the limit less imports"
     )
     parser.add_argument(
         "--rounds", type=int, default=4, help="prompts, each answered by every peer"

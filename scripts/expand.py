@@ -259,11 +259,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for flag, item in zip(sizes, fields(Shape), strict=True):
         flags.add_argument(
-            flag,
-            dest=item.name,
-            type=int,
-            metavar="N",
-            help="default: of --like, or of the source",
+            flag, dest=item.name, type=int, metavar="N", help="default: of --like, or of the source"
         )
     flags.add_argument(
         "--max-position-embeddings", type=int, metavar="N", help="default: of the source"

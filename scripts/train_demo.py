@@ -243,10 +243,7 @@ def make_optimizers(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
 
 
 def train(
-    model: nn.Module,
-    loss_at: Callable[[float], Tensor],
-    run: Run,
-    check: Callable[[], float],
+    model: nn.Module, loss_at: Callable[[float], Tensor], run: Run, check: Callable[[], float]
 ) -> None:
     """Train until the run's time is over.
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,7 @@ class Answers:
     _passes: "dict[float, tuple[PassTimes, int]]" = field(default_factory=dict)
 
     def follow(
-        self,
-        pieces: "Iterator[IndexedPiece]",
-        prompts: Sequence[str],
-        n: int,
-        console: Console,
+        self, pieces: "Iterator[IndexedPiece]", prompts: Sequence[str], n: int, console: Console
     ) -> "list[Output]":
         """Print `n` answers per prompt; the first answer to a single prompt is streamed."""
         self.prompts = prompts
@@ -102,10 +98,10 @@ class Answers:
         """After an early end, print the rest of the output and the speed."""
         if self.is_printed:
             return
-        is_interrupted = code == INTERRUPTED
+        reason = "interrupted" if code == INTERRUPTED else "error"
         # JSON is printed after an interrupt, and if there is a token.
-        if self._passes or (self.as_json and is_interrupted):
-            self._print("interrupted" if is_interrupted else "error")
+        if self._passes or (self.as_json and code == INTERRUPTED):
+            self._print(reason)
         if self._passes and not self.is_quiet:
             print(self.report(None, {}), file=sys.stderr)
 
@@ -135,30 +131,23 @@ class Answers:
 
     def _object(self, i: int, unfinished: str) -> dict[str, Any]:
         """Return the JSON object of a prompt's answers."""
-        if i in self._outputs:
-            output = self._outputs[i]
-            return _fields(output, unfinished) | {"stats": asdict(output.stats)} | _more(output)
-        answers = [_fields(answer, unfinished) for answer in self.by_prompt[i]]
-        numbered = [{"index": n} | answer for n, answer in enumerate(answers)]
-        return answers[0] | {"stats": None} | ({"outputs": numbered} if len(answers) > 1 else {})
+        output = self._outputs.get(i)
+        answers = output.outputs if output else self.by_prompt[i]
+        objects = []
+        for answer in answers:
+            reason = answer.finish_reason or unfinished
+            fields = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": reason}
+            objects.append(fields | _logprobs(answer))
+        numbered = [{"index": n} | entry for n, entry in enumerate(objects)]
+        stats = asdict(output.stats) if output else None
+        return objects[0] | {"stats": stats} | ({"outputs": numbered} if len(objects) > 1 else {})
 
 
-def _fields(answer: "_Answer | Output", unfinished: str) -> dict[str, Any]:
-    reason = answer.finish_reason or unfinished
-    return {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": reason}
-
-
-def _more(output: "Output") -> dict[str, Any]:
-    """Return the requested log-probabilities by token id, and further answers."""
-    more: dict[str, Any] = {}
-    for name, rows in (("logprobs", output.logprobs), ("prompt_logprobs", output.prompt_logprobs)):
-        if rows is not None:
-            more[name] = [
-                row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows
-            ]
-    if output.others:
-        more["outputs"] = [
-            {"index": answer.index} | _fields(answer, "") | _more(replace(answer, others=()))
-            for answer in output.outputs
-        ]
-    return more
+def _logprobs(answer: "_Answer | Output") -> dict[str, Any]:
+    """Return the requested log-probabilities by token id."""
+    found = {name: getattr(answer, name, None) for name in ("logprobs", "prompt_logprobs")}
+    return {
+        name: [row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows]
+        for name, rows in found.items()
+        if rows is not None
+    }

@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,32 +136,25 @@ def main(flags: Namespace) -> None:
             raise SettingsError("--plot", need="matplotlib", have="none", change=change)
         check_folder("--plot", settings.plot)
     prompts = _prompts(settings.prompt_file)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CacheError)
-        _measure(config, settings, prompts)
-
-
-def _measure(config: EngineConfig, settings: CalibrateSettings, prompts: list[str]) -> None:
-    """Measure, print the results and save them. Raises CacheError if they cannot be saved."""
+    # Only static trees have an expected number of tokens before drafting.
+    static = replace(config, drafter="static_tree", rule="auto")
     from offload_rt.llm import LLM
 
-    if config.drafter != "static_tree":
-        with LLM.from_config(config) as llm:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheError)
+        if config.drafter != "static_tree":
+            with LLM.from_config(config) as llm:
+                _generate(llm, settings, prompts)
+        with LLM.from_config(static) as llm:
             _generate(llm, settings, prompts)
-    # Only static trees have an expected number of tokens before drafting.
-    with LLM.from_config(replace(config, drafter="static_tree", rule="auto")) as llm:
-        _generate(llm, settings, prompts)
-        findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
-        _print(findings, settings)  # the end of this block saves statistics, which may fail
+            findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
+            _print(findings, settings)  # the end of this block saves statistics, which may fail
 
 
 def _print(findings: Findings, settings: CalibrateSettings) -> None:
     """Print the findings as tables or JSON, and draw the plots."""
     if settings.json:
-        text = json.dumps(
-            vars(findings),
-            default=lambda value: vars(value) if isinstance(value, Optimum) else value.tolist(),
-        )
+        text = json.dumps(asdict(findings), default=lambda array: array.tolist())
         print(text.replace("NaN", "null"))
     else:
         _print_table(findings)
@@ -278,21 +271,16 @@ def _print_table(findings: Findings) -> None:
 
 
 def _draw(findings: Findings, path: str) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4.5), layout="constrained")
-    ranks, passes, cost, optima = axes
+    figure = Figure(figsize=(20, 4.5), layout="constrained")
+    ranks, passes, cost, optima = figure.subplots(1, 4)
     ranks.plot(np.arange(1, 17), findings.acceptance[:16], "o", color="tab:blue")
-    ranks.set(
-        title="acceptance by rank", xlabel="rank among siblings", ylabel="probability", yscale="log"
-    )
-    passes.plot(findings.widths, findings.pass_s, label="pass, predicted", color="tab:blue")
-    passes.plot(
-        findings.widths, findings.compute_s, "--", label="compute, measured", color="tab:orange"
-    )
+    ranks.set(title="acceptance by rank", xlabel="rank among siblings")
+    ranks.set(ylabel="probability", yscale="log")
+    widths = findings.widths
+    passes.plot(widths, findings.pass_s, label="pass, predicted", color="tab:blue")
+    passes.plot(widths, findings.compute_s, "--", label="compute, measured", color="tab:orange")
     passes.axhline(findings.link_s, ls=":", color="tab:gray", label="link")
     passes.legend()
     for depth, costs in zip(findings.depths, findings.cost.T, strict=True):
@@ -318,5 +306,4 @@ def _draw(findings: Findings, path: str) -> None:
     optima.legend(title="sequences", fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
-    pyplot.close(figure)
     write_atomically(Path(path), picture.getvalue())

@@ -115,7 +115,10 @@ class _Chat:
         try:
             command, _ = split_command(line)
             if command == "/stats":
-                print(f"{self.figures}; {self._length()}", file=sys.stderr)
+                messages = self.conversation.messages
+                n_tokens = len(self._encode(messages)) if messages else 0
+                length = f"the conversation has {n_tokens} of {self.llm.max_model_len} tokens"
+                print(f"{self.figures}; {length}", file=sys.stderr)
             elif command == "/regen":
                 self._answer(self.conversation.regenerate())
             # Paths such as /usr/bin are messages.
@@ -128,10 +131,9 @@ class _Chat:
 
     def _answer(self, messages: list[Message]) -> None:
         """Print the answer to the last message. Raises CapacityError or PromptError."""
-        template = replace(self.template, system=self.conversation.system)
         change = _LONGER if self.llm.requests.has_more_positions else _CHANGE
         try:
-            prompt = template.encode(self.llm.requests, messages)
+            prompt = self._encode(messages)
             self.llm.requests.check_prompt(prompt)
         except CapacityError as error:
             problem = "the conversation no longer fits the context"
@@ -143,6 +145,10 @@ class _Chat:
             have = f"room for {self.llm.max_model_len} tokens"
             problem = "the answer is cut off: the context is full"
             raise CapacityError(problem, have=have, change=change)
+
+    def _encode(self, messages: list[Message]) -> "EncodedPrompt":
+        template = replace(self.template, system=self.conversation.system)
+        return template.encode(self.llm.requests, messages)
 
     def _stream(self, prompt: "EncodedPrompt", interrupts: list[int]) -> tuple[str, int]:
         """Print an answer until its end or an interrupt. Returns text and number of tokens."""
@@ -180,13 +186,6 @@ class _Chat:
         console = Console()
         is_plain = self.settings.plain or not console.is_interactive
         return PlainView() if is_plain else MarkdownView(console)
-
-    def _length(self) -> str:
-        """Tokens of the conversation, and the most that fit."""
-        template = replace(self.template, system=self.conversation.system)
-        messages = self.conversation.messages
-        n_tokens = len(template.encode(self.llm.requests, messages)) if messages else 0
-        return f"the conversation has {n_tokens} of {self.llm.max_model_len} tokens"
 
 
 def read_messages() -> Iterator[str]:
@@ -233,22 +232,19 @@ def _session() -> "PromptSession[str]":
     class CommandCompleter(completion.Completer):
         """Complete commands, and behind a command its paths or names."""
 
-        commands = completion.WordCompleter(list(COMMANDS), WORD=True)
         paths = completion.PathCompleter(expanduser=True)
-        names = completion.WordCompleter(PARAMETERS)
+        lines = completion.WordCompleter(
+            [*COMMANDS, *(f"/set {name}" for name in PARAMETERS)], sentence=True
+        )
 
         def get_completions(
             self, document: Document, event: completion.CompleteEvent
         ) -> Iterator[completion.Completion]:
             command, space, rest = document.text_before_cursor.partition(" ")
-            if not command.startswith("/"):
-                return
-            if not space:
-                yield from self.commands.get_completions(document, event)
-            elif command in ("/file", "/image", "/save", "/load"):
+            if space and command in ("/file", "/image", "/save", "/load"):
                 yield from self.paths.get_completions(Document(rest), event)
-            elif command == "/set":
-                yield from self.names.get_completions(Document(rest), event)
+            elif command.startswith("/"):
+                yield from self.lines.get_completions(document, event)
 
     return PromptSession(
         multiline=True,
@@ -261,10 +257,9 @@ def _session() -> "PromptSession[str]":
 
 def _history_file() -> Path:
     """File with earlier messages; the null device when no file can be written."""
+    path = cache_directory() / "chat_history"
     try:
-        folder = cache_directory()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "chat_history"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
     except OSError:
         return Path("/dev/null")

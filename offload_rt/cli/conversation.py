@@ -114,22 +114,19 @@ class Conversation:
         return f"messages left: {len(self.messages) // 2}"
 
     def _set(self, text: str) -> str:
-        changed = {
-            item.name: getattr(self.params, item.name)
-            for item in fields(SamplingParams)
-            if getattr(self.params, item.name) != item.default
-        }
+        items = {item.name: item for item in fields(SamplingParams)}
+        values = {name: getattr(self.params, name) for name in items}
         if not text:
-            return "\n".join(f"{name} {value}" for name, value in changed.items()) or "defaults"
+            changed = (name for name, item in items.items() if values[name] != item.default)
+            return "\n".join(f"{name} {values[name]}" for name in changed) or "defaults"
         name, _, value = text.partition(" ")
         name = name.lstrip("-").replace("-", "_").replace("max_new_tokens", "max_tokens")
-        settings = {item.name: item for item in fields(SamplingParams) if item.name in PARAMETERS}
-        if name not in settings:
+        if name not in PARAMETERS:
             need = "one of " + ", ".join(PARAMETERS)
             raise SettingsError(f"{name} is not a parameter of a conversation", need=need)
         if not value:
-            return f"{name} {getattr(self.params, name)}"
-        item = settings[name]
+            return f"{name} {values[name]}"
+        item = items[name]
         try:
             parsed = _parse(item, value.strip())
         except (ValueError, KeyError) as error:
@@ -143,7 +140,7 @@ class Conversation:
 
     def _file(self, argument: str) -> str:
         path = _path("/file", argument)
-        text = _read(path)
+        text = _read(path, _MOST_FILE_NBYTES)
         fence = "```"
         while fence in text:
             fence += "`"
@@ -176,8 +173,7 @@ class Conversation:
                 {"role": str(turn["role"]), "content": _loaded(turn["content"])}
                 for turn in record["messages"]
             ]
-            version = record["version"]
-            system = record["system"]
+            version, system = record["version"], record["system"]
             roles = ["user", "assistant"] * (len(messages) // 2)
             if [turn["role"] for turn in messages] != roles or not isinstance(system, str | None):
                 raise ValueError
@@ -242,7 +238,7 @@ def _parse(item: Field[Any], value: str) -> Any:
     return parser_of(item)(value)
 
 
-def _read(path: Path, max_nbytes: int = _MOST_FILE_NBYTES) -> str:
+def _read(path: Path, max_nbytes: int) -> str:
     """Read a text file. Raises PromptError for a missing, large or binary file."""
     try:
         content = path.read_bytes()

@@ -81,9 +81,9 @@ def main(flags: Namespace) -> None:
     from offload_rt.parallel.sharded_weights import shard_checkpoint
 
     if settings.dequantize is not None:
-        return _dequantize(path, settings)
+        return _dequantize(path, settings.dequantize, settings.dtype)
     if settings.stripe is not None:
-        return _stripe(path, settings)
+        return _stripe(path, settings.stripe)
     checkpoint = open_checkpoint(path)
     n = settings.ranks
     name = checkpoint.format.name
@@ -98,13 +98,11 @@ def main(flags: Namespace) -> None:
         raise SettingsError(problem, change="add --ranks")
     if n is not None and n < 2:
         raise SettingsError(f"--ranks {n}", need="at least 2", change="omit it for a single rank")
-    for part in (
-        [checkpoint]
-        if n is None
-        else (shard_checkpoint(checkpoint, i, n, settings.exact_parallel) for i in range(n))
-    ):
+    exact = settings.exact_parallel
+    parts = [shard_checkpoint(checkpoint, i, n, exact) for i in range(n)] if n else [checkpoint]
+    verb = "encoded" if kind == "lossless" else "written"
+    for part in parts:
         directory = sidecar_of(part, settings.sidecar, kind)
-        verb = "encoded" if kind == "lossless" else "written"
         with loading_bar(Console(stderr=True), verb, next_phase=None) as bar:
             raw, encoded = write_sidecar(part, directory, bar, kind == "raw")
         sizes = f"{encoded / 1e9:.2f} GB for {raw / 1e9:.2f} GB of layers"
@@ -124,37 +122,35 @@ def _check_combination(settings: ConvertSettings) -> None:
             raise SettingsError(problem, change="omit either")
 
 
-def _dequantize(source: Path, settings: ConvertSettings) -> None:
-    """Write a checkpoint without quantisation."""
-    assert settings.dequantize is not None
+def _dequantize(source: Path, folder: str, name: str) -> None:
+    """Write a checkpoint without quantisation; `name` is that of the dtype."""
     from offload_rt.dtypes import DTYPES
     from offload_rt.offload.dense_checkpoint import write_dense
     from offload_rt.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(source)
-    dtype = checkpoint.dtype if settings.dtype == "auto" else DTYPES[settings.dtype]
-    directory = Path(settings.dequantize).expanduser().resolve()
+    dtype = checkpoint.dtype if name == "auto" else DTYPES[name]
+    directory = Path(folder).expanduser().resolve()
     with loading_bar(Console(stderr=True), "written", next_phase=None) as bar:
         nbytes = write_dense(checkpoint, directory, dtype, bar)
     print(f"{directory}: {nbytes / 1e9:.2f} GB in {dtype.value}")
 
 
-def _stripe(source: Path, settings: ConvertSettings) -> None:
+def _stripe(source: Path, names: str) -> None:
     """Divide a checkpoint between its disk and those of further folders."""
-    assert settings.stripe is not None
     if source.is_file():
         need = "safetensors files"
         raise SettingsError("--stripe", need=need, have=source.name, change="use --mirror")
     from offload_rt.system.disk_rate import measure_disk_gbps
     from offload_rt.weights.stripe import stripe
 
-    folders = [Path(name.strip()).expanduser() for name in settings.stripe.split(",")]
+    folders = [Path(name.strip()).expanduser() for name in names.split(",")]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         if folder.stat().st_dev == source.stat().st_dev:
             print(f"{folder} is on the disk of {source}: nothing is faster", file=sys.stderr)
     rates = [measure_disk_gbps(folder) for folder in (source, *folders)]
-    gbps = [rate or 1.0 for rate in rates] if all(rates) else [1.0] * len(rates)
+    gbps = [rate if rate and all(rates) else 1.0 for rate in rates]
     with loading_bar(Console(stderr=True), "copied", next_phase=None) as bar:
         sizes = stripe(source, folders, gbps, bar)
     for folder, nbytes, rate in zip((source, *folders), sizes, rates, strict=True):

@@ -71,10 +71,9 @@ def main(flags: Namespace) -> None:
         _print_paths()
         return
     checks = []
-    folder = cache_directory()
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    disk_gbps = measure_disk_gbps(folder)
+        cache_directory().mkdir(parents=True, exist_ok=True)
+    disk_gbps = measure_disk_gbps(cache_directory())
     for check in _checks(disk_gbps):
         checks.append(check)
         if not flags.json:
@@ -98,8 +97,8 @@ def main(flags: Namespace) -> None:
     print("\nforecast in tokens/s, 2048 tokens of context")
     print(f"{'model':<14}{'draft':<12}{'plain':>8}{'with draft':>12}  verdict")
     for prospect in prospects:
-        plain, rate = ("" if x is None else f"{x:.3g}" for x in (prospect.plain, prospect.rate))
-        rate = rate if prospect.draft else ""
+        drafted = prospect.rate if prospect.draft else None
+        plain, rate = ("" if x is None else f"{x:.3g}" for x in (prospect.plain, drafted))
         start = f"{prospect.model:<14}{prospect.draft or 'none':<12}"
         print(f"{start}{plain:>8}{rate:>12}  {prospect.verdict}")
     print("`offload-rt plan MODEL --draft-model DRAFT` explains a forecast")
@@ -108,8 +107,7 @@ def main(flags: Namespace) -> None:
 def _checks(disk_gbps: float | None) -> Iterator[Check]:
     """Check one part after the other. torch loads for seconds, so its checks come last."""
     yield Check("offload-rt", f"{__version__}, Python {python_version()}")
-    limit = machine.memory_limit()
-    free = machine.memory_free()
+    limit, free = machine.memory_limit(), machine.memory_free()
     value = f"{format_size(limit)}, {format_size(free)} free"
     yield Check("memory", value, "close other programs" if free < limit // 4 else "")
     yield _disk(disk_gbps)
@@ -124,9 +122,9 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     yield Check("CPU", f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores")
     library = cpu.library()
     if library is None:
-        fix = f"see the log in {cache_directory() / 'kernels'}"
-        if shutil.which("g++") is None:
-            fix = "install a C++ compiler: apt install g++"
+        fix = "install a C++ compiler: apt install g++"
+        if shutil.which("g++"):
+            fix = f"see the log in {cache_directory() / 'kernels'}"
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
         origin = build.origin(library._name)
@@ -181,11 +179,12 @@ def _gpus(nvcc: str | None) -> Iterator[Check]:
     import torch
 
     names = machine.cards()
-    if not names:
-        value = "none" if not Path("/dev/nvidia0").exists() else "the driver does not answer"
-        yield Check("GPU", value, "" if value == "none" else "nvidia-smi prints the reason")
+    if not names and Path("/dev/nvidia0").exists():
+        yield Check("GPU", "the driver does not answer", "nvidia-smi prints the reason")
         return
-    yield Check("GPU", ", ".join(names))
+    yield Check("GPU", ", ".join(names) or "none")
+    if not names:
+        return
     if not torch.cuda.is_available():
         fix = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
         if torch.version.cuda is not None:

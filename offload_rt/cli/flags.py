@@ -31,34 +31,14 @@ _NEEDS = {
 
 # Groups of the help. Fields of other classes belong to the group of their class.
 _ENGINE_GROUPS = {
-    "model": ("model", "draft_model", "dtype", "revision", "offline", "chat_template"),
-    "memory": (
-        "device",
-        "device_memory",
-        "host_memory",
-        "kv_memory",
-        "kv_dtype",
-        "max_model_len",
-        "max_num_seqs",
-        "max_image_pixels",
-        "link_format",
-        "sidecar",
-        "mirror",
-    ),
-    "drafting": (
-        "drafter",
-        "rule",
-        "tree_size",
-        "tree_depth",
-        "draft_context",
-        "draft_quantize",
-        "learn_draft",
-        "torch_products",
-        "activations",
-    ),
-    "ranks": ("exact_parallel", "split_draft", "pipeline"),
+    "model": "model draft_model dtype revision offline chat_template",
+    "memory": "device device_memory host_memory kv_memory kv_dtype max_model_len max_num_seqs"
+    " max_image_pixels link_format sidecar mirror",
+    "drafting": "drafter rule tree_size tree_depth draft_context draft_quantize learn_draft"
+    " torch_products activations",
+    "ranks": "exact_parallel split_draft pipeline",
 }
-GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names}
+GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names.split()}
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -120,13 +100,11 @@ class Parser(argparse.ArgumentParser):
             epilog="\n".join(["examples:", *examples]) if examples else None,
         )
         if names:
-            text = f"like {' and '.join(f'--{name}' for name in self._positionals_by_name)}"
+            text = "like " + " and ".join(f"--{name}" for name in self._positionals_by_name)
             self.add_argument("positionals", nargs="*", metavar=names, help=text)
-        groups: dict[str, argparse._ArgumentGroup] = {}
-        for name, (cls, item) in items.items():
-            title = GROUP_OF_FIELD.get(name) or _group_of(cls)
-            if title not in groups:
-                groups[title] = self.add_argument_group(title)
+        titles = [GROUP_OF_FIELD.get(name) or _group_of(cls) for name, (cls, _) in items.items()]
+        groups = {title: self.add_argument_group(title) for title in dict.fromkeys(titles)}
+        for title, (_, item) in zip(titles, items.values(), strict=True):
             _add_flag(groups[title], item)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -141,11 +119,12 @@ class Parser(argparse.ArgumentParser):
                 setattr(parsed, name, value if is_required else [*(parsed.prompt or []), value])
             if is_required and not getattr(parsed, name):
                 raise SettingsError(self.prog, need=f"a {name}", change=f"see {self.prog} --help")
-        if values and "prompt" in self._positionals_by_name:
-            change = "quote a prompt with spaces; repeat --prompt for several prompts"
-            raise SettingsError(f"unrecognized arguments: {' '.join(values)}", change=change)
         if values:
-            self.error(f"unrecognized arguments: {' '.join(values)}")
+            surplus = f"unrecognized arguments: {' '.join(values)}"
+            if "prompt" not in self._positionals_by_name:
+                self.error(surplus)
+            change = "quote a prompt with spaces; repeat --prompt for several prompts"
+            raise SettingsError(surplus, change=change)
         return parsed
 
     def print_help(self, file: Any = None) -> None:
@@ -184,16 +163,15 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
     has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
     if has_default and "default:" not in text:
         text += "; default: %(default)s"
-    if kind is bool and default is None:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-    elif isinstance(default, bool):
-        group.add_argument(flag, action="store_true", help=text)
+    options: dict[str, Any] = {"type": kind, "choices": item.metadata["choices"] or None}
+    if kind is bool:
+        is_optional = default is None
+        options = {"action": argparse.BooleanOptionalAction if is_optional else "store_true"}
     elif isinstance(default, tuple):
-        group.add_argument(flag, action="append", metavar="TEXT", type=kind, help=text)
-    else:
-        choices = item.metadata["choices"] or None
-        default = None if default is MISSING else default
-        group.add_argument(flag, default=default, type=kind, choices=choices, help=text)
+        options = {"action": "append", "metavar": "TEXT", "type": kind}
+    elif default is not MISSING:
+        options["default"] = default
+    group.add_argument(flag, help=text, **options)
 
 
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:

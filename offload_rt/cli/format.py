@@ -75,12 +75,10 @@ def print_rows(
     """Print a table, without lines unless it has a title. Texts of the first column wrap."""
     table = Table(title=title) if title else Table(box=None, pad_edge=False)
     for i, head in enumerate(heads):
-        is_name = title is None and i == 0
-        table.add_column(
-            str(head),
-            justify="left" if is_name else "right",
-            overflow="fold" if is_name else "ellipsis",
-        )
+        if title is None and i == 0:
+            table.add_column(str(head), overflow="fold")
+        else:
+            table.add_column(str(head), justify="right")
     for row in rows:
         table.add_row(*map(str, row))
     print_table(table)
@@ -100,15 +98,6 @@ def format_speed(seconds_per_token: float) -> str:
     digits = 1 if rate >= 10 else 2 if rate >= 0.1 else 3
     slow = f" ({seconds_per_token:.2f} s per token)" if seconds_per_token > 1 else ""
     return f"{rate:.{digits}f} tokens/s{slow}"
-
-
-def speed_line(seconds_per_token: float, plain_s: float | None) -> str:
-    """Return the speed, and the speed-up over measured passes of plain decoding."""
-    line = format_speed(seconds_per_token)
-    if plain_s is None:
-        return line
-    speedup = plain_s / seconds_per_token
-    return f"{line}, {speedup:.1f} times plain decoding at {1 / plain_s:.3g}"
 
 
 def _decoding(passes: "Passes") -> "Passes":
@@ -138,8 +127,12 @@ def report(
     n_tokens = sum(n for _, n in passes)
     first, last = passes[0][0], passes[-1][0]
     answers = f" of {n_answers} answers" if n_answers > 1 else ""
+    speed = format_speed(seconds_per_token)
+    if plain_s is not None:
+        speedup = plain_s / seconds_per_token
+        speed += f", {speedup:.1f} times plain decoding at {1 / plain_s:.3g}"
     lines = [
-        speed_line(seconds_per_token, plain_s),
+        speed,
         f"{n_tokens} tokens{answers} in {last.ended - first.started:.2f} s,"
         f" {n_tokens / len(passes):.2f} tokens per pass",
     ]
@@ -152,14 +145,13 @@ def report(
         link_s = sum(times.link_busy_s for times, _ in decoding)
         nbytes = sum(times.link_nbytes for times, _ in decoding)
         busy = link_s / decoding_s
-        line = "all weights resident: nothing crossed a link"
-        if nbytes:
-            line = (
-                f"{nbytes / len(decoding) / 1e9:.2g} GB per pass at {nbytes / link_s / 1e9:.2f}"
-                f" GB/s, link busy {busy:.0%} of the time; at most"
-                f" {format_speed(seconds_per_token * busy)} at this rate"
-            )
-        lines.append(line)
+        lines.append(
+            f"{nbytes / len(decoding) / 1e9:.2g} GB per pass at {nbytes / link_s / 1e9:.2f}"
+            f" GB/s, link busy {busy:.0%} of the time; at most"
+            f" {format_speed(seconds_per_token * busy)} at this rate"
+            if nbytes
+            else "all weights resident: nothing crossed a link"
+        )
     return "\n".join(lines)
 
 
@@ -182,25 +174,19 @@ def describe_tree(topology: Topology) -> str:
     Families are sorted by parent and separated by `|`; `.` is a leaf. Long lines are cut.
     """
     n = len(topology)
-    n_levels = topology.n_levels
     if topology.is_chain:
         return "1 node" if n == 1 else f"chain of {n} nodes"
+    parent_of = topology.parents.__getitem__
     n_children = np.array([len(children) for children in topology.children])
-    size = f"{n} nodes on {n_levels} levels, up to {n_children.max()} children a node"
+    size = f"{n} nodes on {topology.n_levels} levels, up to {n_children.max()} children a node"
     lines = [size, "level nodes  children of each"]
-    for level in range(n_levels):
+    for level in range(topology.n_levels):
         nodes = np.flatnonzero(topology.depths == level)
-        lines.append(f"{level:5} {len(nodes):5}  {_families(topology, nodes, n_children)}")
+        line = " | ".join(
+            " ".join(str(n_children[node] or ".") for node in family)
+            for _, family in groupby(sorted(nodes, key=parent_of), key=parent_of)
+        )
+        if not n_children[nodes].any():
+            line = "leaves"
+        lines.append(f"{level:5} {len(nodes):5}  {shorten(line, _TREE_WIDTH, placeholder=' ...')}")
     return "\n".join(lines)
-
-
-def _families(topology: Topology, nodes: np.ndarray, n_children: np.ndarray) -> str:
-    if not n_children[nodes].any():
-        return "leaves"
-    parents = topology.parents
-    ordered = sorted(nodes, key=lambda node: parents[node])
-    families = groupby(ordered, key=lambda node: parents[node])
-    line = " | ".join(
-        " ".join(str(n_children[node] or ".") for node in nodes) for _, nodes in families
-    )
-    return shorten(line, _TREE_WIDTH, placeholder=" ...")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_rt.cli.flags import Parser, from_flags
+from offload_rt.cli.flags import Parser, engine_config, from_flags
 from offload_rt.cli.plan_settings import PlanSettings
 from offload_rt.cli.process import command
 from offload_rt.config import EngineConfig
@@ -21,7 +21,7 @@ from offload_rt.planning.hardware import CARDS, find_card
 from offload_rt.planning.known_models import KNOWN, has_no_weights
 from offload_rt.system.disk_rate import measure_disk_gbps
 from offload_rt.system.machine import cards
-from offload_rt.weights.locate import check_paths, is_here
+from offload_rt.weights.locate import is_here
 
 if TYPE_CHECKING:
     from offload_rt.planning.forecast import Forecast
@@ -32,28 +32,22 @@ _NO_FLAGS = ("device", "host_memory", "rule")
 _SELF = "self"
 _DRAFTERS = ("auto", "none", "recycle", _SELF)
 _MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
-_LISTS = {"--list": KNOWN, "--list-gpus": [card.name for card in CARDS]}
 
 
 class _List(Action):
     """Print the names of a list, and exit."""
 
-    def __call__(
-        self, parser: ArgumentParser, settings: object, values: object, flag: str | None = None
-    ) -> None:
-        print("\n".join(_LISTS[flag or ""]))
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
+        print("\n".join(self.const))
         parser.exit()
 
 
 def new_parser() -> Parser:
     """Return the parser of the command."""
-    text = (
-        "Forecast memory placement and speed of a model from its config.json, its files, or a"
-        " built-in shape."
-    )
     parser = Parser(
         "offload-rt plan",
-        text,
+        "Forecast memory placement and speed of a model from its config.json, its files, or a"
+        " built-in shape.",
         EngineConfig,
         PlanSettings,
         without=_NO_FLAGS,
@@ -62,8 +56,11 @@ def new_parser() -> Parser:
             "offload-rt plan Qwen/Qwen3-8B --gpu this --ram 16GiB --disk 3GB/s",
         ),
     )
-    parser.add_argument("--list", action=_List, nargs=0, help="print the built-in shapes and exit")
-    parser.add_argument("--list-gpus", action=_List, nargs=0, help="print the GPUs and exit")
+    for flag, names, text in (
+        ("--list", [*KNOWN], "print the built-in shapes and exit"),
+        ("--list-gpus", [card.name for card in CARDS], "print the GPUs and exit"),
+    ):
+        parser.add_argument(flag, action=_List, nargs=0, const=names, help=text)
     return parser
 
 
@@ -87,9 +84,8 @@ def main(flags: Namespace) -> None:
 def print_plan(flags: Namespace) -> None:
     """Print the plan for flags of this command. Raises CapacityError if the model is too large."""
     settings = from_flags(PlanSettings, flags)
-    config = from_flags(EngineConfig, flags)
+    config = engine_config(flags)
     settings.check(config)
-    check_paths(config)
     try:
         _print_plan(settings, config)
     except CapacityError as error:
@@ -119,14 +115,11 @@ def _print_plan(settings: PlanSettings, config: EngineConfig) -> None:
 
 def _check_drafter(config: EngineConfig) -> None:
     """Raise SettingsError for a drafter without a forecast."""
-    allowed = _DRAFTERS if config.draft_model is None else ("auto", *_MODEL_DRAFTERS)
-    if config.drafter in allowed:
-        return
-    need = "a drafter with a forecast of tokens per pass"
-    if config.drafter in _MODEL_DRAFTERS:
-        need = "a draft model"
-    change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
-    raise SettingsError(f"--drafter={config.drafter}", need=need, change=change)
+    if config.drafter not in (("auto", *_MODEL_DRAFTERS) if config.draft_model else _DRAFTERS):
+        is_known = config.drafter in _MODEL_DRAFTERS
+        need = "a draft model" if is_known else "a drafter with a forecast of tokens per pass"
+        change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
+        raise SettingsError(f"--drafter={config.drafter}", need=need, change=change)
 
 
 def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
@@ -152,12 +145,10 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
 
 def _is_here(config: EngineConfig) -> bool:
     """Return whether all weights are on this machine."""
-    if has_no_weights(config.model, config.draft_model):
+    draft = config.draft_model
+    if has_no_weights(config.model, draft) or not is_here(config.model, config.revision):
         return False
-    models = [(config.model, config.revision)]
-    if config.draft_model is not None:
-        models.append((config.draft_model, None))
-    return all(is_here(*model) for model in models)
+    return draft is None or is_here(draft, None)
 
 
 def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Forecast]") -> None:
@@ -168,20 +159,17 @@ def _show(settings: PlanSettings, forecast: "Forecast", places: "Mapping[str, Fo
     from offload_rt.planning.alternatives import Alternatives, by_format, expert_ways, sweep
 
     request = forecast.request
-    config = request.config
     machine = forecast.machine
+    temperature = settings.temperature
     self_acceptance = request.acceptance
-    if config.drafter != _SELF:
-        self_acceptance = assumed("auto", settings.temperature, config, _SELF)
+    if request.config.drafter != _SELF:
+        self_acceptance = assumed("auto", temperature, request.config, _SELF)
+    compared = settings.compare_drafters and drafters.compare(request, machine, temperature)
     others = Alternatives(
         formats=by_format(request, self_acceptance, machine),
         experts=expert_ways(forecast),
         sweep=None if settings.sweep is None else sweep(settings.sweep, request, machine),
         places=places,
-        drafters=(
-            drafters.compare(request, machine, settings.temperature)
-            if settings.compare_drafters
-            else ()
-        ),
+        drafters=compared or (),
     )
     (show_json if settings.json else show)(forecast, others)

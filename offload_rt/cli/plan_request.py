@@ -56,8 +56,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     config = replace(config, host_memory=settings.ram or config.host_memory)
     with LLM.open(config) as llm:
         spec = llm.spec
-        disk = settings.disk_source
-        disk_gbps = settings.disk_gbps
+        disk_gbps, disk = settings.disk_gbps, settings.disk_source
         if settings.disk is None:
             disk = "disk: measured with the model's files"
             disk_gbps = profile.link_gbps(spec.files.disk, spec.target.checkpoint.spec.n_layers)
@@ -71,8 +70,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     config = replace(config, drafter=spec.draft.drafting.name)
     drafter = SELF if draft is not None and draft.stand_in else config.drafter
     acceptance = assumed(settings.acceptance, settings.temperature, config, drafter)
-    context = settings.context
-    tokens = settings.max_new_tokens
+    context, tokens = settings.context, settings.max_new_tokens
     if is_clipped:
         tokens = min(tokens, max(spec.memory.max_model_len // 2, 1))
         context = min(context, spec.memory.max_model_len - tokens)
@@ -84,27 +82,26 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
     """Return the request of a forecast for a described machine. Raises SettingsError."""
     target, draft = find_models(config)
     ranks = machine.ranks
-    on_card = machine.budget.has_card
     target = ranks.part(target)
     draft = ranks.part(draft) if draft and ranks.split_draft else draft
     if config.link_format == "lossless":
-        target = lossless(target, on_card)
-    if config.drafter == SELF:
+        target = lossless(target, machine.budget.has_card)
+    drafter = config.drafter
+    if drafter == SELF:
         draft = copies(target)
-        drafter = SELF
-    else:
-        trees = "adaptive_tree" if config.drafter == "auto" else config.drafter
-        drafter = "mtp" if config.draft_model is None else trees
-        if draft is None:
-            drafter = RECYCLE if config.drafter == RECYCLE else "none"
+    elif draft is None:
+        drafter = RECYCLE if drafter == RECYCLE else "none"
+    elif config.draft_model is None:
+        drafter = "mtp"
+    elif drafter == "auto":
+        drafter = "adaptive_tree"
     if draft is None and (config.tree_size or config.tree_depth):
         flag = "--tree-size" if config.tree_size else "--tree-depth"
         raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter=self")
     acceptance = assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
-    return PlanRequest(
-        config, (target, draft), acceptance, settings.context, settings.max_new_tokens
-    )
+    length = settings.context, settings.max_new_tokens
+    return PlanRequest(config, (target, draft), acceptance, *length)
 
 
 def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Forecast]:
@@ -117,8 +114,8 @@ def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Fo
         sharded = replace(request, models=(target, ranks.part(draft)))
         cards = replace(machine, ranks=ranks)
         places["sharded over all cards"] = predict_if_it_fits(sharded, cards)
-    fitting = {place: forecast for place, forecast in places.items() if forecast is not None}
-    return dict(sorted(fitting.items(), key=lambda item: item[1].run.seconds_per_token))
+    fitting = [(place, forecast) for place, forecast in places.items() if forecast is not None]
+    return dict(sorted(fitting, key=lambda item: item[1].run.seconds_per_token))
 
 
 def assumed(name: str, temperature: float, config: EngineConfig, drafter: str) -> Assumed:

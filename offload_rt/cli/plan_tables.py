@@ -1,23 +1,19 @@
 """Output of `offload-rt plan`: tables, sentences and the verdict, or JSON."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from textwrap import fill
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from offload_rt.cli.format import COLUMNS, columns, format_speed, print_rows, print_table
 from offload_rt.config import format_size
 from offload_rt.offload.placement import Plan
 from offload_rt.packing import LOSSLESS_SHARE
 from offload_rt.planning.acceptance import PUBLISHED, SELF
-from offload_rt.planning.alternatives import (
-    Alternatives,
-    Sweep,
-    short_context,
-)
+from offload_rt.planning.alternatives import Alternatives, Sweep, short_context
 from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast
 
@@ -42,10 +38,8 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         print(f"the {link} is busy for {share:.1%} of a pass")
     if len(forecast.topology) > 1:
         _print(f"acceptance: {forecast.acceptance_source}")
-    for source in machine.sources:
-        _print(source)
-    if short := short_context(forecast):
-        _print(short)
+    for sentence in filter(None, (*machine.sources, short_context(forecast))):
+        _print(sentence)
     if others.formats:
         _print_formats(others.formats, machine.decode_gbps)
     if others.experts:
@@ -54,32 +48,25 @@ def show(forecast: Forecast, others: Alternatives) -> None:
         _print_drafters(others.drafters)
     if others.sweep is not None:
         _print_curve(others.sweep)
+    verdict = _verdict(forecast)
+    fastest = others.drafters[0].forecast if others.drafters else None
+    if fastest and fastest.run.seconds_per_token < forecast.run.seconds_per_token:
+        verdict += f"; with {others.drafters[0].title}: {_verdict(fastest)}"
     print()
-    _print(f"verdict: {_verdict(forecast)}{_fastest_drafter(forecast, others.drafters)}")
+    _print(f"verdict: {verdict}")
 
 
 def _verdict(forecast: Forecast) -> str:
     return f"{forecast.verdict}, {format_speed(forecast.run.seconds_per_token)}"
 
 
-def _fastest_drafter(forecast: Forecast, drafters: Sequence[RankedDrafter]) -> str:
-    """Return the verdict with the fastest drafter, if it is faster than the forecast."""
-    fastest = drafters[0].forecast if drafters else None
-    if fastest is None or fastest.run.seconds_per_token >= forecast.run.seconds_per_token:
-        return ""
-    return f"; with {drafters[0].title}: {_verdict(fastest)}"
-
-
 def _print_placement(forecast: Forecast) -> None:
-    machine = forecast.machine
     fitted = forecast.memory_plan
     config = forecast.request.config
-    models = (
-        config.model if config.draft_model is None else f"{config.model} with {config.draft_model}"
-    )
-    title = f"{models} on {machine.title}, {forecast.request.models[0].dtype}"
+    models = " with ".join(filter(None, (config.model, config.draft_model)))
+    title = f"{models} on {forecast.machine.title}, {forecast.request.models[0].dtype}"
     table = placement_table(title, fitted.plan, fitted.cache_rows)
-    for name, rate in machine.links:
+    for name, rate in forecast.machine.links:
         if name in forecast.moved:
             nbytes = format_size(forecast.moved[name])
             table.add_row(f"bytes per pass at {rate:.2f} GB/s", f"{name} link", nbytes)
@@ -93,27 +80,26 @@ def _print_placement(forecast: Forecast) -> None:
 
 def _print_trees(forecast: Forecast) -> None:
     """Print the tree and the gain over plain decoding without a draft model."""
+    run = forecast.run
     topology = forecast.topology
     draft = forecast.request.models[1]
-    plain_s = forecast.plain.seconds_per_token
-    gain = plain_s / forecast.run.seconds_per_token
-    has_draft = draft is not None
     if draft is not None and draft.rounding != "none":
         print(f"draft model quantised to {draft.rounding}: {format_size(draft.nbytes)}")
     if len(topology) > 1:
         _print(
             f"trees of {len(topology)} nodes on {topology.n_levels} levels:"
-            f" {forecast.run.tokens_per_pass:.2f} tokens per pass of {forecast.run.pass_s:.2f} s,"
+            f" {run.tokens_per_pass:.2f} tokens per pass of {run.pass_s:.2f} s,"
             f" including {forecast.draft_s:.2f} s of drafting"
         )
-    elif forecast.memory_plan.limits.n_nodes > 1 and not has_draft:
+    elif forecast.memory_plan.limits.n_nodes > 1 and draft is None:
         _print(
             f"the acceptance of --drafter {forecast.request.config.drafter} depends on the text:"
             " this is a forecast of plain decoding"
         )
-    if has_draft or len(topology) > 1:
-        advice = f"drafting is {gain:.2f} times as fast"
-        if gain < 1:
+    if draft is not None or len(topology) > 1:
+        plain_s = forecast.plain.seconds_per_token
+        advice = f"drafting is {plain_s / run.seconds_per_token:.2f} times as fast"
+        if plain_s < run.seconds_per_token:
             advice = "it is faster: omit the draft model, or lower --max-model-len"
         _print(f"plain decoding: {format_speed(plain_s)}; {advice}")
 
@@ -131,11 +117,7 @@ def _print_formats(
     print_rows(heads, rows)
     share = f"lossless layers have {LOSSLESS_SHARE:.2f} of their bytes"
     _print(f"assumed: {share}, decoding writes {decode_gbps:g} GB/s")
-    fitting = {
-        variant.run.seconds_per_token: name
-        for name, variant in drafters.items()
-        if variant is not None
-    }
+    fitting = {way.run.seconds_per_token: name for name, way in drafters.items() if way}
     if len(fitting) > 1:
         name = fitting[min(fitting)].replace("none", "plain decoding")
         _print(f"fastest forecast with {first} weights: {name}, {format_speed(min(fitting))}")
@@ -156,9 +138,10 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
     touched = plan.touched
     assert touched is not None and plan.experts is not None
     print(f"experts per layer: {touched.n_experts}, of which a token needs {touched.n_used}")
-    on_device = f"the device holds {touched.n_resident:.0f} experts of a layer"
-    on_host = f"host memory {plan.experts.n_on_host / touched.n_layers:.0f}"
-    _print(f"on average {on_device}, and {on_host}")
+    _print(
+        f"on average the device holds {touched.n_resident:.0f} experts of a layer,"
+        f" and host memory {plan.experts.n_on_host / touched.n_layers:.0f}"
+    )
     _print(
         "assumed: all experts are equally frequent; the CPU of a GPU machine reads"
         f" {forecast.machine.ram_gbps:g} GB/s of weights"
@@ -171,11 +154,11 @@ def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
     rows = []
     for choice in choices:
         size = format_size(choice.nbytes) if choice.nbytes else ""
-        forecast = choice.forecast
-        tokens = f"{forecast.run.tokens_per_pass:.2f}" if forecast else ""
-        speed = _speed(forecast) if forecast else "no forecast"
-        if forecast and choice.drafter != "none" and len(forecast.topology) == 1:
-            tokens, speed = "", "does not pay"
+        tokens, speed = "", "no forecast"
+        if forecast := choice.forecast:
+            tokens, speed = f"{forecast.run.tokens_per_pass:.2f}", _speed(forecast)
+            if choice.drafter != "none" and len(forecast.topology) == 1:
+                tokens, speed = "", "does not pay"
         rows.append((choice.title, size, tokens, speed))
     print_rows(("", "drafter size", "tokens per pass", "tokens/s"), rows)
     for choice in choices:
@@ -201,12 +184,13 @@ def _print_curve(curve: Sweep) -> None:
     table.add_column(justify="right")
     table.add_column(justify="right")
     longest = max(min(columns() - _BESIDE_BAR, _LONGEST_BAR), 10)
-    rates = [1 / point.run.seconds_per_token if point else 0.0 for _, point in curve.points]
-    for (x, point), rate in zip(curve.points, rates, strict=True):
+    best_s = min((point.run.seconds_per_token for _, point in curve.points if point), default=0.0)
+    for x, point in curve.points:
         if point is None:
             table.add_row(f"{x:.6g}", "", "", "does not fit")
         else:
-            bar = "#" * max(round(longest * rate / max(rates)), 1)
+            rate = 1 / point.run.seconds_per_token
+            bar = "#" * max(round(longest * rate * best_s), 1)
             table.add_row(f"{x:.6g}", f"{rate:.3f}", bar, point.bound.split(":")[0])
     print_table(table)
 
@@ -216,11 +200,11 @@ def show_json(forecast: Forecast, others: Alternatives) -> None:
     request = forecast.request
     machine = forecast.machine
     fitted = forecast.memory_plan
-    curve = others.sweep
+    draft = request.models[1]
     content = {
         "model": request.config.model,
         "draft_model": request.config.draft_model,
-        "draft_quantize": request.models[1].rounding if request.models[1] else None,
+        "draft_quantize": draft.rounding if draft else None,
         "machine": machine.title,
         "links": dict(machine.links),
         "sources": machine.sources,
@@ -250,14 +234,11 @@ def show_json(forecast: Forecast, others: Alternatives) -> None:
             }
             for choice in others.drafters
         ],
-        "sweep": (
-            curve
-            and {
-                "over": curve.over,
-                "points": [{"x": x, **_figures(point)} for x, point in curve.points],
-            }
-        ),
+        "sweep": None,
     }
+    if (curve := others.sweep) is not None:
+        points = [{"x": x, **_figures(point)} for x, point in curve.points]
+        content["sweep"] = {"over": curve.over, "points": points}
     print(json.dumps(content, default=str))  # dtypes
 
 
@@ -286,10 +267,6 @@ def _figures(forecast: Forecast | None) -> dict[str, Any]:
 
 def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     """Return the placement as a table."""
-    table = Table(title=title.replace("torch.", ""))
-    table.add_column("item")
-    table.add_column("where")
-    table.add_column("size", justify="right")
     reserved = plan.reserved
     split = plan.split
     tower = "slots of the vision tower" if reserved.streamed_images else "vision tower, resident"
@@ -306,31 +283,29 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
         f"{plan.n_slots} slots": plan.n_slots * plan.slot_nbytes,
         "buffers of lossless weights": plan.link.buffer if plan.n_slots else 0,
     }
-    for item, nbytes in on_device.items():
-        if nbytes:
-            table.add_row(item, "device", format_size(nbytes))
-    if plan.experts is not None:
-        n_blocks = plan.experts.n_blocks
-        n_on_disk = n_blocks - plan.n_expert_slots - plan.experts.n_on_host
-        held = {"device": plan.n_expert_slots, "host": plan.experts.n_on_host, "disk": n_on_disk}
+    rows = [(item, "device", nbytes) for item, nbytes in on_device.items()]
+    rest = ""
+    if experts := plan.experts:
+        n_on_disk = experts.n_blocks - plan.n_expert_slots - experts.n_on_host
+        held = {"device": plan.n_expert_slots, "host": experts.n_on_host, "disk": n_on_disk}
         for tier, n in held.items():
-            if n > 0:
-                nbytes = n * plan.experts.nbytes
-                table.add_row(f"{n} of {n_blocks} experts", tier, format_size(nbytes))
+            rows.append((f"{n} of {experts.n_blocks} experts", tier, n * experts.nbytes))
+        rest = ", without experts"
     if split is not None:
-        offloaded = split.n_blocks * split.block_nbytes * len(plan.tiers)
-        table.add_row(f"cache of {split.n_offloaded} tokens", plan.kv_tier, format_size(offloaded))
-    rest = "" if plan.experts is None else ", without experts"
+        nbytes = split.n_blocks * split.block_nbytes * len(plan.tiers)
+        rows.append((f"cache of {split.n_offloaded} tokens", plan.kv_tier, nbytes))
     for tier in ("device", "host", "disk"):
-        if plan.tiers.count(tier):
-            layers = f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}"
-            table.add_row(layers, tier, format_size(plan.on(tier)))
-    if reserved.streamed_images:
-        nbytes = reserved.streamed_images
-        table.add_row("vision tower, streamed for each image", "disk", format_size(nbytes))
-    if plan.n_host_slots:
-        nbytes = plan.n_host_slots * plan.host_slot_nbytes
-        table.add_row(f"{plan.n_host_slots} slots", "host", format_size(nbytes))
+        layers = f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}"
+        rows.append((layers, tier, plan.on(tier)))
+    images = reserved.streamed_images
+    rows.append(("vision tower, streamed for each image", "disk", images))
+    host_slots = plan.n_host_slots * plan.host_slot_nbytes
+    rows.append((f"{plan.n_host_slots} slots", "host", host_slots))
+    size = Column("size", justify="right")
+    table = Table("item", "where", size, title=title.replace("torch.", ""))
+    for item, where, nbytes in rows:
+        if nbytes > 0:
+            table.add_row(item, where, format_size(nbytes))
     used = f"{format_size(plan.device_nbytes)} of {format_size(plan.budget.device)}"
     table.add_row("used of the budget", "device", used, end_section=True)
     return table

@@ -103,8 +103,7 @@ def exit_code(
         sys.stdout.reconfigure(errors="replace")
     # transformers reads this when it loads; its warnings quote arbitrary config contents.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    code = 0
-    sentence = ""
+    code, sentence = 0, ""
     try:
         work()
     except SystemExit as ended:  # argparse after --help

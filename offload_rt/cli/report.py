@@ -54,16 +54,10 @@ def read(path: Path) -> list[Span]:
         events = raw["traceEvents"]
         titles = (event for event in events if event["name"] == "thread_name")
         lanes = {event["tid"]: str(event["args"]["name"]) for event in titles}
-        spans = [
-            Span(
-                lanes[event["tid"]],
-                str(event["name"]),
-                event["ts"] / 1e6,
-                (event["ts"] + event["dur"]) / 1e6,
-            )
-            for event in events
-            if event["ph"] == "X"
-        ]
+        spans = []
+        for event in (event for event in events if event["ph"] == "X"):
+            times = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            spans.append(Span(lanes[event["tid"]], str(event["name"]), *times))
     except OSError as error:
         change = "pass the file that --trace wrote"
         raise TraceError(f"{path}: {error.strerror}", change=change) from error
@@ -80,15 +74,18 @@ class _Pieces:
     def __init__(self, spans: Sequence[Span], start: float, end: float) -> None:
         times = [time for span in spans for time in (span.start_s, span.end_s)]
         self._edges = np.unique(np.clip([start, *times, end], start, end))
-        self.shares = np.diff(self._edges) / (end - start)
 
     def during(self, spans: Iterable[Span]) -> NDArray[np.bool_]:
         """Return for each piece whether a span covers it: (n_pieces,)."""
-        covered = np.zeros(len(self.shares), dtype=np.bool_)
+        covered = np.zeros(len(self._edges) - 1, dtype=np.bool_)
         for span in spans:
             first, last = np.searchsorted(self._edges, (span.start_s, span.end_s))
             covered[first:last] = True
         return covered
+
+    def share(self, covered: NDArray[np.bool_]) -> float:
+        """Return the share of these pieces in the window."""
+        return float(np.diff(self._edges) @ covered / np.ptp(self._edges))
 
 
 def shares(spans: Sequence[Span]) -> Shares:
@@ -109,8 +106,8 @@ def shares(spans: Sequence[Span]) -> Shares:
     return Shares(
         seconds=end - start,
         n_steps=len(verdicts),
-        link=float(pieces.shares @ link),
-        **{lane: float(pieces.shares @ covered) for lane, covered in activities.items()},
+        link=pieces.share(link),
+        **{lane: pieces.share(covered) for lane, covered in activities.items()},
         idle=_idle(reasons, pieces, ~link, activities) if link.any() else {},
     )
 
@@ -129,10 +126,13 @@ def _idle(
     by_reason["between two reads"] = ~pieces.during(reasons)
     divided = {}
     for name, covered in by_reason.items():
-        times = {lane: covered & idle & active for lane, active in activities.items()}
-        during = {lane: float(pieces.shares @ time) for lane, time in times.items()}
-        divided[name] = {lane: share for lane, share in during.items() if share >= _MIN_PRINTED}
-    return {name: during for name, during in divided.items() if during}
+        during = {
+            lane: pieces.share(covered & idle & active) for lane, active in activities.items()
+        }
+        printed = {lane: share for lane, share in during.items() if share >= _MIN_PRINTED}
+        if printed:
+            divided[name] = printed
+    return divided
 
 
 def text(result: Shares) -> str:
@@ -160,12 +160,10 @@ def _in_lane(spans: Sequence[Span], lane: str) -> list[Span]:
 def new_parser() -> Parser:
     """Return the parser of the command."""
     parser = Parser("offload-rt report", "Print busy and idle shares of a timeline.")
-    parser.add_argument(
-        "file", type=Path, metavar="FILE", help="written by offload-rt run --trace FILE"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
+    text = "written by offload-rt run --trace FILE"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
+    text = "print one JSON object instead of the text"
+    parser.add_argument("--json", action="store_true", help=text)
     return parser
 
 

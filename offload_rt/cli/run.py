@@ -73,7 +73,7 @@ class RunSettings:
     @property
     def structured_outputs(self) -> StructuredOutputs | None:
         """Format of the answer; None for any text. Raises SettingsError or PromptError."""
-        if self.json_schema is None and self.regex is None:
+        if self.json_schema is self.regex is None:
             return None
         schema = None if self.json_schema is None else read_input("--json-schema", self.json_schema)
         return StructuredOutputs(json=schema, regex=self.regex)
@@ -102,10 +102,11 @@ class TemplateSettings:
 
     def encode(self, requests: "RequestBuilder", turns: list[Message]) -> "EncodedPrompt":
         """Encode a conversation that may be too long. Raises PromptError."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if self.system is not None:
+            turns = [{"role": "system", "content": self.system}, *turns]
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         options = {"add_generation_prompt": True, **thinking, **(self.chat_template_kwargs or {})}
-        return requests.encode_messages([*system, *turns], options)
+        return requests.encode_messages(turns, options)
 
 
 def new_parser() -> Parser:
@@ -157,14 +158,12 @@ def _run(flags: Namespace, answers: Answers) -> None:
         return print_run_plan(config, flags)
     if follows(config):
         return
-    if settings.trace is not None:
-        check_folder("--trace", settings.trace)
     prompts = list(settings.prompt) or [read_input("--prompt-file", str(settings.prompt_file))]
     console = Console(stderr=True, quiet=settings.quiet)
     trace = Trace(on=settings.trace is not None)
     if settings.trace is not None:
-        # report an unwritable file before the run
-        trace.write(Path(settings.trace))
+        check_folder("--trace", settings.trace)
+        trace.write(Path(settings.trace))  # reports an unwritable file before the run
     imported = time.perf_counter()
     with LLM.open(config) as llm:
         urls = [image_url(Path(path)) for path in settings.image]
@@ -200,20 +199,18 @@ def _report(
     baseline = median(llm.time_plain(context)) if settings.baseline else None
     text = answers.report(baseline, phases, settings.verbose)
     console.print(text, highlight=False, soft_wrap=True)
-    if any(
-        answer.finish_reason == "length" and len(answer.token_ids) < (max_tokens or math.inf)
-        for output in outputs
-        for answer in output.outputs
-    ):
+    answered = [answer for output in outputs for answer in output.outputs]
+    cut = [answer for answer in answered if answer.finish_reason == "length"]
+    if any(len(answer.token_ids) < (max_tokens or math.inf) for answer in cut):
         limit = f"the context of {llm.max_model_len} tokens is full"
         if llm.requests.has_more_positions:
             limit += "; raise --max-model-len"
         console.print(limit, highlight=False, soft_wrap=True)
     for n, output in enumerate(outputs, 1):
         heading = f"prompt {n}: " if len(outputs) > 1 else ""
-        trees = tree_line(output.stats) if settings.verbose else None
-        shape = describe_tree(output.topology) if settings.show_tree else None
-        for line in filter(None, (trees, shape)):
+        lines = [tree_line(output.stats)] if settings.verbose else []
+        lines += [describe_tree(output.topology)] if settings.show_tree else []
+        for line in filter(None, lines):
             console.print(heading + line, highlight=False, soft_wrap=True, markup=False)
 
 

@@ -67,14 +67,7 @@ def make_app(
     prompts = PromptEncoder(llm.requests, fetch, chat_format.tool_format)
     service = Service(llm, name, settings, chat_format, prompts, Metrics(llm))
     # A redirect to the path with a slash would name the host of the client's choice.
-    app = FastAPI(
-        title="offload_rt",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    app = FastAPI(title="offload_rt", version=__version__, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.add_middleware(Limits, access=access)
     if access.origins:  # outside the limits: browsers ask for permission without a key
@@ -137,8 +130,8 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         body = await service.read(http, TokenizeRequest)
         request = await asyncio.to_thread(body.generation)
         (prompt,) = await service.prompts.encode(request, is_checked=False)
-        length = {"max_model_len": service.llm.max_model_len}
-        content = {"tokens": token_ids(prompt), "count": len(prompt), **length}
+        content = {"tokens": token_ids(prompt), "count": len(prompt)}
+        content["max_model_len"] = service.llm.max_model_len
         return await asyncio.to_thread(JSONResponse, content)
 
     @app.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))

@@ -57,8 +57,7 @@ class CompletionWriter:
 
     def usage(self) -> Json:
         """Count tokens so far."""
-        n_prompt = self.answer.n_prompt
-        n = self.answer.n_tokens
+        n_prompt, n = self.answer.n_prompt, self.answer.n_tokens
         return {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
 
     def _end(self, i: int) -> Json:
@@ -67,8 +66,7 @@ class CompletionWriter:
         return {"index": i, "finish_reason": choice.finish_reason, "stop_reason": choice.stop}
 
     def _delta(self, delta: Delta) -> Json:
-        logprobs = _logprobs(delta.logprobs, delta.offsets)
-        return {"text": delta.parsed.text, "logprobs": logprobs}
+        return {"text": delta.parsed.text, "logprobs": _logprobs(delta.logprobs, delta.offsets)}
 
     def _whole(self, choice: Choice) -> Json:
         return {"text": choice.text, "logprobs": _logprobs(choice.logprobs, choice.offsets)}
@@ -94,12 +92,14 @@ class ChatWriter(CompletionWriter):
     def start(self) -> list[str]:
         """Return the first chunks, with the role of each answer."""
         delta = {"role": "assistant", "content": ""}
-        head = {"delta": delta, "logprobs": None, "finish_reason": None}
-        chunks = [self._chunk([{"index": i, **head}]) for i in range(len(self.answer.choices))]
-        for chunk in chunks:
+        events = []
+        for i in range(len(self.answer.choices)):
+            head = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+            chunk = self._chunk([head])
             if chunk.get("usage"):  # the answers have tokens already
                 chunk["usage"] |= {"completion_tokens": 0, "total_tokens": self.answer.n_prompt}
-        return [*map(event, chunks)]
+            events.append(event(chunk))
+        return events
 
     def usage(self) -> Json:
         details = {"reasoning_tokens": self.answer.n_reasoning}
@@ -159,18 +159,15 @@ def _logprobs(logprobs: Logprobs, offsets: Sequence[int]) -> Json | None:
     """
     if not logprobs:
         return None
-    texts = [next(iter(candidates.values())).decoded_token or "" for candidates in logprobs]
-    by_text: list[dict[str, float] | None] = []
+    content: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     for candidates in logprobs:
         values: dict[str, float] = {}
         for candidate in candidates.values():
             # Parts of characters share a text; the first candidate is the token itself.
             text = candidate.decoded_token or ""
             values.setdefault(text, max(candidate.logprob, _MIN_LOGPROB))
-        by_text.append(None if isnan(next(iter(candidates.values())).logprob) else values)
-    return {
-        "tokens": texts,
-        "token_logprobs": [best and best[text] for text, best in zip(texts, by_text, strict=True)],
-        "top_logprobs": by_text,
-        "text_offset": list(offsets),
-    }
+        text, value = next(iter(values.items()))
+        content["tokens"].append(text)
+        content["token_logprobs"].append(None if isnan(value) else value)
+        content["top_logprobs"].append(None if isnan(value) else values)
+    return content | {"text_offset": list(offsets)}

@@ -71,15 +71,12 @@ class BoundedProtocol(H11Protocol):
         self._watch_header()
 
     def _watch_header(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_header_timer()
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.limits.header_s, self.transport.abort)
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
+        is_complete = self.cycle is not None and not self.cycle.response_complete
+        if is_complete and self._header_timer is not None:
             self._header_timer.cancel()
-        self._header_timer = None
+            self._header_timer = None
+        elif not is_complete and self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.limits.header_s, self.transport.abort)
 
     def pause_writing(self) -> None:
         """Start the write timer."""
@@ -89,9 +86,6 @@ class BoundedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """Stop the write timer."""
         super().resume_writing()
-        self._stop_write_timer()
-
-    def _stop_write_timer(self) -> None:
         if self._write_timer is not None:
             self._write_timer.cancel()
 
@@ -112,8 +106,9 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
-        self._stop_header_timer()
-        self._stop_write_timer()
+        for timer in (self._header_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
 

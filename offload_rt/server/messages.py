@@ -29,7 +29,6 @@ class CountRequest(BaseModel):
 
     def fields(self) -> Json:
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
-        choice = self.tool_choice or {}
         turns = self._messages()
         fields: Json = {"model": self.model, "messages": turns}
         last = turns[-1] if turns else {}
@@ -37,9 +36,9 @@ class CountRequest(BaseModel):
             # Anthropic's API continues an answer in the last message.
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         fields["tools"] = as_tools(self.tools, "custom", "input_schema")
-        fields["tool_choice"] = _tool_choice(choice) if choice else None
-        if choice.get("disable_parallel_tool_use"):
-            fields["parallel_tool_calls"] = False
+        if choice := self.tool_choice:
+            fields["tool_choice"] = _tool_choice(choice)
+            fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         if self.thinking is not None:
             is_on = self.thinking.get("type") != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}

@@ -59,13 +59,11 @@ class ResponsesRequest(BaseModel):
     def generation(self) -> ChatRequest:
         """Convert to a chat request. Raises SettingsError or PromptError for unknown items."""
         own = {"input", "instructions", "max_output_tokens", "reasoning", "text", "metadata"}
-        fields = self.model_dump(exclude_none=True, exclude=own | {"tools", "tool_choice"})
-        choice = self.tool_choice
+        fields = self.model_dump(exclude_none=True, exclude=own | {"tools"})
         fields |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
         fields["tools"] = as_tools(self.tools, "function", "parameters")
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = named_tool(choice)
-        fields["tool_choice"] = choice
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function":
+            fields["tool_choice"] = named_tool(self.tool_choice)
         fields["response_format"] = as_response_format(self.text)
         effort = (self.reasoning or {}).get("effort")
         if isinstance(effort, str):
@@ -78,19 +76,20 @@ class ResponsesRequest(BaseModel):
             turns.add("system", self.instructions)
         for item in self.input:
             kind = item.get("type", "message")
+            content = item.get("content")
             if kind == "message" and item.get("role") == "assistant":
-                turns.add_answer(text_of(item.get("content")))
+                turns.add_answer(text_of(content))
             elif kind == "message":
-                turns.add(str(item.get("role")), item.get("content"))
+                turns.add(str(item.get("role")), content)
             elif kind == "function_call":
                 turns.add_call(item.get("call_id"), item.get("name"), item.get("arguments"))
             elif kind == "function_call_output":
                 turns.add("tool", item.get("output"), tool_call_id=item.get("call_id"))
             elif kind == "reasoning":
-                turns.add_answer(text_of(item.get("content")), "reasoning_content")
+                turns.add_answer(text_of(content), "reasoning_content")
             else:
-                problem = f"input of type {reprlib.repr(kind)}"
-                raise SettingsError(problem, need="messages and calls")
+                need = "messages and calls"
+                raise SettingsError(f"input of type {reprlib.repr(kind)}", need=need)
         return turns.messages
 
     def echo(self) -> Json:
@@ -119,7 +118,6 @@ class _Item:
     text: str = ""
 
     def whole(self, status: str) -> Json:
-        """Return the item with its text so far."""
         fields = {**self.fields, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return fields | {"arguments": self.text}
@@ -127,7 +125,6 @@ class _Item:
         return fields | {"content": [self.content()] if is_begun else []}
 
     def content(self) -> Json:
-        """Return the content part of a message or of reasoning."""
         extra: Json = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
         return {"type": self.event, "text": self.text, **extra}
 
@@ -183,11 +180,12 @@ class ResponsesWriter:
             "output_tokens_details": {"reasoning_tokens": self._answer.n_reasoning},
             "total_tokens": n_prompt + n,
         }
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._head | {
             "status": status,
             "error": None,
-            "incomplete_details": reason,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "output": [item.whole(self._state(item, status)) for item in self._items],
             "usage": None if status == "in_progress" else usage,
         }
@@ -231,12 +229,13 @@ class ResponsesWriter:
         if not self._items:
             return []
         item = self._items[-1]
-        text: Json = {"text": item.text} | _logprobs(item)
         if item.kind == "function_call":
-            text = {"arguments": item.text, "name": item.fields["name"]}
-        events = [self._event(f"response.{item.event}.done", self._place() | text)]
-        if item.kind != "function_call":
+            call = self._place() | {"arguments": item.text, "name": item.fields["name"]}
+            events = [self._event(f"response.{item.event}.done", call)]
+        else:
+            text = self._place() | {"text": item.text} | _logprobs(item)
             part = self._place() | {"part": item.content()}
+            events = [self._event(f"response.{item.event}.done", text)]
             events.append(self._event("response.content_part.done", part))
         return [*events, self._item_event("response.output_item.done", self._state(item, status))]
 

@@ -39,7 +39,7 @@ Writer = CompletionWriter | MessagesWriter | ResponsesWriter
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
-_BODY_TIMEOUT_S = 60.0
+_BODY_TIMEOUT_S = 60
 # A stream gets this long to send the error of a timeout.
 _STREAM_GRACE_S = 5
 # Grammars of all open requests together. Compiling a character takes up to 750 bytes.
@@ -53,13 +53,11 @@ class Metrics:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.registry = CollectorRegistry()
-        counter = partial(Counter, namespace="offload_rt", registry=self.registry)
-        histogram = partial(
-            Histogram, namespace="offload_rt", registry=self.registry, buckets=_BUCKETS_S
-        )
-        self.requests = counter("requests", "Requests by finish reason", ["end"])
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
-        self.tokens = counter("tokens", "Generated tokens")
+        place: Json = {"namespace": "offload_rt", "registry": self.registry}
+        histogram = partial(Histogram, buckets=_BUCKETS_S, **place)
+        self.requests = Counter("requests", "Requests by finish reason", ["end"], **place)
+        self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens", **place)
+        self.tokens = Counter("tokens", "Generated tokens", **place)
         self.first_token = histogram("first_token_seconds", "Time to the first token")
         self.request_seconds = histogram("request_seconds", "Duration of a request")
         self.registry.register(self)
@@ -68,15 +66,14 @@ class Metrics:
         """Read the counters of the engine."""
         engine = self._llm.engine
         nbytes, busy_s = engine.runner.streamer.meter.read()
-        counters = (
-            ("passes", "Forward passes", engine.n_passes),
-            ("link_bytes", "Bytes copied over the link", nbytes),
-            ("link_busy_seconds", "Busy time of the link", busy_s),
-        )
-        for name, text, value in counters:
-            yield CounterMetricFamily(f"offload_rt_{name}", text, value)
-        yield GaugeMetricFamily("offload_rt_running", "Running sequences", engine.n_running)
-        yield GaugeMetricFamily("offload_rt_waiting", "Waiting sequences", engine.n_waiting)
+        for kind, name, text, value in (
+            (CounterMetricFamily, "passes", "Forward passes", engine.n_passes),
+            (CounterMetricFamily, "link_bytes", "Bytes copied over the link", nbytes),
+            (CounterMetricFamily, "link_busy_seconds", "Busy time of the link", busy_s),
+            (GaugeMetricFamily, "running", "Running sequences", engine.n_running),
+            (GaugeMetricFamily, "waiting", "Waiting sequences", engine.n_waiting),
+        ):
+            yield kind(f"offload_rt_{name}", text, value)
 
 
 @dataclass(eq=False)
@@ -118,7 +115,7 @@ class Service:
                         reason = f"the request body exceeds {self.settings.body_nbytes} bytes"
                         raise Refused(413, reason)
         except TimeoutError as error:
-            reason = f"the request body did not arrive within {_BODY_TIMEOUT_S:.0f} s"
+            reason = f"the request body did not arrive within {_BODY_TIMEOUT_S} s"
             raise Refused(408, reason) from error
         except ClientDisconnect as error:
             raise Refused(499, "the client disconnected") from error
@@ -163,9 +160,8 @@ class Service:
         finally:
             self.n_open -= n
         n_tokens = sum(map(len, prompts))
-        return await asyncio.to_thread(
-            lambda: JSONResponse(request.whole(vectors, n_tokens, self.name))
-        )
+        content = await asyncio.to_thread(request.whole, vectors, n_tokens, self.name)
+        return await asyncio.to_thread(JSONResponse, content)
 
     def _admit(self, n: int, n_characters: int = 0) -> None:
         """Reserve n places in the queue until `_deltas` ends. Raises Refused for a full queue."""
