@@ -98,10 +98,9 @@ class Answers:
         """After an early end, print the rest of the output and the speed."""
         if self.is_printed:
             return
-        reason = "interrupted" if code == INTERRUPTED else "error"
         # JSON is printed after an interrupt, and if there is a token.
         if self._passes or (self.as_json and code == INTERRUPTED):
-            self._print(reason)
+            self._print("interrupted" if code == INTERRUPTED else "error")
         if self._passes and not self.is_quiet:
             print(self.report(None, {}), file=sys.stderr)
 

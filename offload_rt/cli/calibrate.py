@@ -107,10 +107,9 @@ class Findings:
 
 def new_parser() -> Parser:
     """Return the parser of the command."""
-    text = "Measure a pair of models on this machine, and save the results for later runs."
     return Parser(
         "offload-rt calibrate",
-        text,
+        "Measure a pair of models on this machine, and save the results for later runs.",
         EngineConfig,
         CalibrateSettings,
         examples=(

@@ -52,11 +52,10 @@ class ChatSettings:
 
 def new_parser() -> Parser:
     """Return the parser of the command."""
-    text = "Talk with a model larger than the memory of its device."
     classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
     parser = Parser(
         "offload-rt chat",
-        text,
+        "Talk with a model larger than the memory of its device.",
         *classes,
         without=("n", "logprobs", "prompt_logprobs"),
         examples=(
@@ -92,11 +91,10 @@ def main(flags: Namespace) -> None:
             params = replace(params, max_tokens=None)
         conversation = Conversation(params, template.system, has_vision=llm.supports_images)
         chat = _Chat(llm, template, settings, console, conversation)
-        for line in read_messages():
+        for line in filter(None, read_messages()):
             if line == "/exit":
                 break
-            if line:
-                chat.handle(line)
+            chat.handle(line)
 
 
 @dataclass

@@ -32,7 +32,7 @@ COMMANDS = {
     "/help": "show the commands; Ctrl-C stops an answer and keeps its text",
     "/exit": "end, like Ctrl-D",
 }
-_WITH_ARGUMENT = ("/system", "/set", "/file", "/image", "/save", "/load")
+_WITH_PATH = ("/file", "/image", "/save", "/load")
 # Values of settings by type.
 _NEEDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 # Sampling parameters of /set.
@@ -85,7 +85,11 @@ class Conversation:
         handle = getattr(self, f"_{command[1:]}", None) if command in COMMANDS else None
         if handle is None:
             raise SettingsError(f"{command} is not a command", change="/help lists the commands")
-        return str(handle(rest))
+        if command not in _WITH_PATH:
+            return str(handle(rest))
+        if not rest:
+            raise SettingsError(command, need="a path", change=f"write {command} PATH")
+        return str(handle(Path(rest).expanduser()))
 
     def _help(self, _: str) -> str:
         width = max(map(len, COMMANDS))
@@ -138,8 +142,7 @@ class Conversation:
         self.params = replace(self.params, **{name: parsed})
         return f"{name} {parsed}"
 
-    def _file(self, argument: str) -> str:
-        path = _path("/file", argument)
+    def _file(self, path: Path) -> str:
         text = _read(path, _MOST_FILE_NBYTES)
         fence = "```"
         while fence in text:
@@ -147,15 +150,13 @@ class Conversation:
         self.attached.append(f"{path.name}:\n{fence}\n{text}\n{fence}")
         return f"{path.name} is part of the next message ({len(text)} characters)"
 
-    def _image(self, argument: str) -> str:
-        path = _path("/image", argument)
+    def _image(self, path: Path) -> str:
         if not self.has_vision:
             raise PromptError("/image", need="a model with a vision tower", have="a model of text")
         self.images.append(image_url(path))
         return f"{path.name} is part of the next message"
 
-    def _save(self, argument: str) -> str:
-        path = _path("/save", argument)
+    def _save(self, path: Path) -> str:
         version = _VERSIONS[has_images(self.messages)]
         record = {"version": version, "system": self.system, "messages": self.messages}
         try:
@@ -164,8 +165,7 @@ class Conversation:
             raise SettingsError(f"{path} cannot be written: {error.strerror}") from error
         return f"saved {len(self.messages)} messages to {path}"
 
-    def _load(self, argument: str) -> str:
-        path = _path("/load", argument)
+    def _load(self, path: Path) -> str:
         problem = f"{path} is not a saved conversation"
         try:
             record = json.loads(_read(path, _MOST_SAVED_NBYTES))
@@ -218,15 +218,9 @@ def _loaded(content: Any) -> Any:
 def split_command(line: str) -> tuple[str, str]:
     """Split a line into command and argument. Raises SettingsError for a surplus argument."""
     command, *rest = line.split(maxsplit=1)
-    if rest and command in COMMANDS and command not in _WITH_ARGUMENT:
+    if rest and command in COMMANDS and command not in ("/system", "/set", *_WITH_PATH):
         raise SettingsError(f"{command} has no argument", change=f"write {command} alone")
     return command, "".join(rest)
-
-
-def _path(command: str, argument: str) -> Path:
-    if not argument:
-        raise SettingsError(command, need="a path", change=f"write {command} PATH")
-    return Path(argument).expanduser()
 
 
 def _parse(item: Field[Any], value: str) -> Any:

@@ -165,8 +165,8 @@ def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
         text += "; default: %(default)s"
     options: dict[str, Any] = {"type": kind, "choices": item.metadata["choices"] or None}
     if kind is bool:
-        is_optional = default is None
-        options = {"action": argparse.BooleanOptionalAction if is_optional else "store_true"}
+        action = argparse.BooleanOptionalAction if default is None else "store_true"
+        options = {"action": action}
     elif isinstance(default, tuple):
         options = {"action": "append", "metavar": "TEXT", "type": kind}
     elif default is not MISSING:

@@ -297,10 +297,9 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
     for tier in ("device", "host", "disk"):
         layers = f"{plan.tiers.count(tier)} of {len(plan.tiers)} layers{rest}"
         rows.append((layers, tier, plan.on(tier)))
-    images = reserved.streamed_images
-    rows.append(("vision tower, streamed for each image", "disk", images))
-    host_slots = plan.n_host_slots * plan.host_slot_nbytes
-    rows.append((f"{plan.n_host_slots} slots", "host", host_slots))
+    rows.append(("vision tower, streamed for each image", "disk", reserved.streamed_images))
+    nbytes = plan.n_host_slots * plan.host_slot_nbytes
+    rows.append((f"{plan.n_host_slots} slots", "host", nbytes))
     size = Column("size", justify="right")
     table = Table("item", "where", size, title=title.replace("torch.", ""))
     for item, where, nbytes in rows:

@@ -83,8 +83,7 @@ def command(
 
     def decorate(work: Callable[[Namespace], None]) -> Callable[..., int]:
         def main(arguments: list[str] | None = None) -> int:
-            parser = new_parser()
-            return exit_code(lambda: work(parser.parse_args(arguments)))
+            return exit_code(lambda: work(new_parser().parse_args(arguments)))
 
         return main
 
@@ -106,9 +105,7 @@ def exit_code(
     code, sentence = 0, ""
     try:
         work()
-    except SystemExit as ended:  # argparse after --help
-        code = int(ended.code or 0)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         code, sentence = _verdict(error)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from offload_rt.system import ranks  # imports torch, slow for a wrong flag
@@ -130,6 +127,8 @@ def exit_code(
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Return exit code and message of an error; reraise bugs of this program."""
+    if isinstance(error, SystemExit):  # argparse after --help
+        return int(error.code or 0), ""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, INTERRUPTION
     if isinstance(error, BrokenPipeError):

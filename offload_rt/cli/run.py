@@ -80,11 +80,8 @@ class RunSettings:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError for any other text."""
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
+    """Parse a JSON object. Raises ValueError or TypeError for other text."""
+    return dict(json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
-        body = await service.read(http, TokenizeRequest)
-        request = await asyncio.to_thread(body.generation)
+        request = await asyncio.to_thread((await service.read(http, TokenizeRequest)).generation)
         (prompt,) = await service.prompts.encode(request, is_checked=False)
         content = {"tokens": token_ids(prompt), "count": len(prompt)}
         content["max_model_len"] = service.llm.max_model_len

@@ -153,7 +153,7 @@ class CallParser(AnswerParser):
         if n_text >= 0:
             self._state = "trigger"
             return self._text(n_text)
-        n_held = n_overlap(self._buffer, trigger) if not self._is_last else 0
+        n_held = 0 if self._is_last else n_overlap(self._buffer, trigger)
         n_text = len(self._buffer) - n_held
         return self._text(n_text) if n_text else None
 
@@ -170,11 +170,12 @@ class CallParser(AnswerParser):
         """Build a call; None for anything except a call of an offered tool."""
         form = self._form
         if form.pairs:
-            properties = properties_of(self._tools[match["name"]])
-            arguments = dict(_items(form.pairs, match, properties))
-            return openai_call(self._tools, match["name"], arguments)
-        value = decoded(match["json"])
-        name, value = _named(value, form.fields) if form.fields else (match["name"], value)
+            name = match["name"]
+            value: Any = dict(_items(form.pairs, match, properties_of(self._tools[name])))
+        elif form.fields:
+            name, value = _named(decoded(match["json"]), form.fields)
+        else:
+            name, value = match["name"], decoded(match["json"])
         return openai_call(self._tools, name, value)
 
 
@@ -218,8 +219,7 @@ def _nested_value(pairs: Pairs, text: str, schema: Any) -> Any:
         return text if kinds == {"string"} else _value(text.strip(), "")
     if "array" in kinds or ("object" not in kinds and all(key == pairs.item for key, _ in parts)):
         return [_nested_value(pairs, part, schema.get("items")) for _, part in parts]
-    properties = properties_of(schema)
-    return {key: _nested_value(pairs, part, properties.get(key)) for key, part in parts}
+    return {key: _nested_value(pairs, part, properties_of(schema).get(key)) for key, part in parts}
 
 
 def _nested_pairs(pairs: Pairs, text: str) -> Iterator[tuple[str, str]]:

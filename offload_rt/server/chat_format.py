@@ -68,11 +68,10 @@ class ChatFormat:
             tool_format = registry.find(_FOLDER, tool_parser).FORMAT
         style = tool_format.style._replace(has_system=bool(_derived(shows_system, render)))
         has_channels = tool_format.has_channels
-        known = ("harmony", "none") if has_channels else (*_TAGS, "none")
-        if reasoning_parser not in ("auto", *known):
-            need = ", ".join(("auto", *known))
+        known = ("auto", *(["harmony"] if has_channels else _TAGS), "none")
+        if reasoning_parser not in known:
             problem = f"--reasoning-parser={reasoning_parser} with tool calls of {tool_parser}"
-            raise SettingsError(problem, need=f"one of {need}")
+            raise SettingsError(problem, need=f"one of {', '.join(known)}")
         tags = _TAGS.get(reasoning_parser)
         if reasoning_parser == "auto" and not has_channels:
             used = (tags for tags in _TAGS.values() if tags.closing in template)
@@ -107,14 +106,12 @@ class ChatFormat:
     def around(self, tail: str, has_calls: bool) -> str | None:
         """Build the grammar around a constrained answer; None if nothing precedes the answer."""
         around = self.tool_format.around(self.lark, has_calls)
-        if around is not None:
+        if around is not None or self.tags is None or self.tags.closes(tail):
             return around
-        if self.tags is None or self.tags.closes(tail):
-            return None
-        rest = text_until("rest", self.lark(self.tags.closing))
+        opening = f"({self.lark(self.tags.opening)} rest)?"
         if self.tags.opens(tail):
-            return f"start: rest @answer\n{rest}"
-        return f"start: ({self.lark(self.tags.opening)} rest)? @answer\n{rest}"
+            opening = "rest"
+        return f"start: {opening} @answer\n{text_until('rest', self.lark(self.tags.closing))}"
 
     def lark(self, text: str) -> str:
         """Convert a text to a Lark expression of strings and special tokens."""

@@ -57,8 +57,7 @@ class CountRequest(BaseModel):
             blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
             if not all(isinstance(block, dict) for block in blocks):
                 raise PromptError("the content of a message", need="a text or blocks")
-            add = _add_answer if message.get("role") == "assistant" else _add_question
-            add(turns, blocks)
+            (_add_answer if message.get("role") == "assistant" else _add_question)(turns, blocks)
         return turns.messages
 
 

@@ -320,13 +320,12 @@ class EmbeddingsRequest(BaseModel):
 
     def whole(self, vectors: Tensor, n_tokens: int, name: str) -> Json:
         """Return the response to embeddings (n, hidden_size) of prompts with `n_tokens` tokens."""
-        values = [vector.tolist() for vector in vectors]
-        if self.encoding_format == "base64":
-            values = [base64.b64encode(vector.numpy().tobytes()).decode() for vector in vectors]
-        data = [
-            {"object": "embedding", "index": i, "embedding": value}
-            for i, value in enumerate(values)
-        ]
+        data = []
+        for i, vector in enumerate(vectors):
+            value = vector.tolist()
+            if self.encoding_format == "base64":
+                value = base64.b64encode(vector.numpy().tobytes()).decode()
+            data.append({"object": "embedding", "index": i, "embedding": value})
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "model": name, "data": data, "usage": usage}
 

@@ -219,10 +219,7 @@ class ResponsesWriter:
         item = _Item(kind, name, {"id": _new_id(prefix), **fields})
         self._items.append(item)
         events = [self._item_event("response.output_item.added", "in_progress")]
-        if not call:
-            part = self._place() | {"part": item.content()}
-            events.append(self._event("response.content_part.added", part))
-        return events
+        return events if call else [*events, self._part_event("added")]
 
     def _close(self, status: str = "completed") -> list[str]:
         """Return the last events of the current output item, for a response of this status."""
@@ -234,9 +231,7 @@ class ResponsesWriter:
             events = [self._event(f"response.{item.event}.done", call)]
         else:
             text = self._place() | {"text": item.text} | _logprobs(item)
-            part = self._place() | {"part": item.content()}
-            events = [self._event(f"response.{item.event}.done", text)]
-            events.append(self._event("response.content_part.done", part))
+            events = [self._event(f"response.{item.event}.done", text), self._part_event("done")]
         return [*events, self._item_event("response.output_item.done", self._state(item, status))]
 
     def _place(self) -> Json:
@@ -244,6 +239,10 @@ class ResponsesWriter:
         item = self._items[-1]
         place: Json = {} if item.kind == "function_call" else {"content_index": 0}
         return {"item_id": item.fields["id"], "output_index": len(self._items) - 1, **place}
+
+    def _part_event(self, end: str) -> str:
+        part = self._place() | {"part": self._items[-1].content()}
+        return self._event(f"response.content_part.{end}", part)
 
     def _item_event(self, kind: str, status: str) -> str:
         place = {"output_index": len(self._items) - 1}

@@ -130,8 +130,9 @@ class Service:
         request: GenerationRequest = await asyncio.to_thread(body.generation)
         self.check_model(request.model)
         params = await asyncio.to_thread(request.params, self.settings.max_n, self.chat_format)
-        n_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        n_answers = n_prompts * params.n
+        n_answers = params.n
+        if isinstance(request, CompletionRequest):
+            n_answers *= len(request.prompt)
         n_characters = await asyncio.to_thread(lambda: len(ascii(params.structured_outputs)))
         self._admit(n_answers, n_characters)
         answer = Answer(request, n_answers, self.llm.tokenizer)
@@ -141,8 +142,7 @@ class Service:
             await _unless_gone(http, _exhaust(deltas))
             return await asyncio.to_thread(lambda: JSONResponse(writer.whole()))
         # The first delta precedes the status: errors of the request get a status of their own.
-        first = await _unless_gone(http, anext(deltas))
-        events = self._events(first, deltas, writer)
+        events = self._events(await _unless_gone(http, anext(deltas)), deltas, writer)
         return _EventStream(events, deltas, self.settings.timeout + _STREAM_GRACE_S)
 
     async def embed(self, request: EmbeddingsRequest) -> Response:

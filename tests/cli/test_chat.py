@@ -8,7 +8,6 @@ import re
 import select
 import sys
 import termios
-import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt"
     " %}<assistant>{{ mood }}{% if enable_thinking is false %}-{% endif %}{% endif %}"
 )
-PATIENCE_S = 60.0
 PROMPT = ">"
 SHORT = ["--device", "cpu", "--max-model-len", "200", "--drafter", "none"]
 # rich erases the last line when it shows more of an answer.
@@ -57,15 +55,12 @@ def llm(model: Path) -> Any:
 
 
 def conversation(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    turns = [
-        {"role": ("user", "assistant")[i % 2], "content": content}
-        for i, content in enumerate(contents)
-    ]
+    roles = ("user", "assistant", "user")
+    turns = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
 
 
 def test_chat_prompt_equals_transformers_template(llm, model):
-    """With and without template settings."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rendered = partial(tokenizer.apply_chat_template, return_dict=False)
     several = [conversation("the fox"), conversation("the", " dog", "over", system="lazy")]
@@ -124,8 +119,7 @@ def test_chat_turns_reuse_the_prefix_cache(talk, llm, monkeypatch):
         return forward(runner, steps)
 
     def answered(*contents: str) -> Any:
-        turns = conversation(*contents, system="lazy")
-        return llm.chat(turns, SamplingParams(max_new_tokens=7))[0]
+        return llm.chat(conversation(*contents, system="lazy"), SamplingParams(max_new_tokens=7))[0]
 
     first = answered("the fox")
     outputs = [first, answered("the fox", first.text, "jumps"), answered("dog")]
@@ -201,34 +195,7 @@ def test_chat_and_run_read_the_same_image(tmp_path, monkeypatch, capfd):
         assert message in capfd.readouterr().err
 
 
-class Terminal:
-    """A program at the other end of a pseudo-terminal."""
-
-    def __init__(self, ours: int) -> None:
-        self.seen = ""
-        self.ours = ours
-        self.before = termios.tcgetattr(ours)
-
-    def until(self, wanted: str) -> str:
-        """Return the output up to these characters."""
-        limit = time.monotonic() + PATIENCE_S
-        while wanted not in self.seen:
-            assert time.monotonic() < limit, self.seen
-            self.read()
-        shown, _, self.seen = self.seen.partition(wanted)
-        return shown
-
-    def read(self) -> None:
-        with suppress(OSError):  # the program has ended
-            if select.select([self.ours], [], [], 0.2)[0]:
-                self.seen += os.read(self.ours, 1 << 16).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self.ours, text.encode())
-
-
 def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
-    """Ctrl-D ends the input."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr("offload_rt.cli.chat._session", None)
@@ -237,17 +204,30 @@ def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
     assert list(read_messages()) == ["the fox"]
     assert "\x1b" not in capsys.readouterr().out + os.read(ours, 1000).decode()
     monkeypatch.setattr(sys, "stdout", os.fdopen(os.dup(theirs), "w"))
-    view = chat._Chat(None, None, chat.ChatSettings(), None, None)._view()
-    assert isinstance(view, PlainView)
+    assert isinstance(chat._Chat(None, None, chat.ChatSettings(), None, None)._view(), PlainView)
 
 
 def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
     """Ctrl-C stops an answer or clears the line; Ctrl-D ends the program."""
-    flags = ["--device", "cpu", "--max-model-len", "8192", "--drafter", "none"]
+    line = ["--model", str(model), "--device", "cpu", "--max-model-len", "8192"]
+    line += ["--drafter", "none"]
     ours, theirs = pty.openpty()
-    terminal = Terminal(ours)
+    before = termios.tcgetattr(ours)
+    seen = ""
+
+    def read() -> None:
+        nonlocal seen
+        with suppress(OSError):  # the program has ended
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 1 << 16).decode(errors="replace")
+
+    def until(wanted: str) -> str:
+        nonlocal seen
+        wait_until(lambda: read() or wanted in seen)
+        shown, _, seen = seen.partition(wanted)
+        return shown
+
     environment = {"terminal": os.ttyname(theirs), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    line = ["--model", str(model), *flags]
     with started("offload_rt.chat", line, tmp_path, **environment) as (program,):
         for typed, *awaited in (
             ("", "Ctrl-D ends", PROMPT),
@@ -258,15 +238,15 @@ def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
             ("lost\x03", "Ctrl-D ends", PROMPT),
             ("/stats\n", "the conversation has", PROMPT),
         ):
-            terminal.type(typed)
-            shown = terminal.until(awaited[0])
+            os.write(ours, typed.encode())
+            shown = until(awaited[0])
             if typed == "\x03":
                 assert "tokens/s, 1.00" in shown and "Traceback" not in shown
             for text in awaited[1:]:
-                terminal.until(text)
-        terminal.type("\x04")
-        wait_until(lambda: terminal.read() or not program.process.is_alive())
+                until(text)
+        os.write(ours, b"\x04")
+        wait_until(lambda: read() or not program.process.is_alive())
         assert program.code() == 0
-    assert termios.tcgetattr(ours) == terminal.before
+    assert termios.tcgetattr(ours) == before
     for end in (ours, theirs):
         os.close(end)

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -64,7 +65,6 @@ def drafting(model: Path, draft: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def spoken(model: Path) -> Callable[..., Any]:
-    """The output of the Python API for the prompt."""
 
     def generate(**params: Any) -> Any:
         with LLM(str(model), device="cpu", max_model_len=64) as llm:
@@ -117,18 +117,16 @@ def test_calibrate_prints_one_json_object(drafting, capfd):
     assert len(found["widths"]) == len(found["pass_s"]) == len(found["compute_s"])
     assert min(found["link_s"], *found["pass_s"]) > 0
     assert (found["sizes"], found["depths"]) == ([1, 8, 16], [1, 2, 4])
-    costs = [cost for row in found["cost"] for cost in row if cost is not None]
     # One node is one level, and several are more than one.
     measured = [[cost is not None for cost in row] for row in found["cost"]]
     assert measured == [[True, False, False], *[[False, True, True]] * 2]
-    assert min(costs) > 0
+    costs = [cost for row in found["cost"] for cost in row if cost is not None]
     n_nodes, n_levels, seconds = found["best"]
     assert 1 <= n_nodes <= 24 and 1 <= n_levels <= 4
-    assert seconds <= min(costs) * 1.01  # the smallest of those that are as good
-    # The cache has room for one sequence of 127 tokens, and a tree.
-    assert [(best["batch"], best["context"]) for best in found["optima"]] == [(1, 127)]
-    for best in found["optima"]:
-        assert best["n_nodes"] <= 24 and best["token_s"] <= best["plain_s"]
+    assert 0 < seconds <= min(costs) * 1.01  # the smallest of those that are as good
+    (best,) = found["optima"]  # the cache has room for one sequence of 127 tokens, and a tree
+    assert (best["batch"], best["context"]) == (1, 127)
+    assert best["n_nodes"] <= 24 and best["token_s"] <= best["plain_s"]
     assert report.count("tokens per pass") == report.count(" s per token") == 8
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
@@ -145,24 +143,6 @@ def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
     assert got == expected and list(got) == list(expected)
     assert list(stats) == [item.name for item in fields(Stats)]
     assert stats["n_tokens"] == len(api.token_ids) and stats["link_bytes"] > 0
-
-
-def test_json_reports_trees(line, drafting, spoken):
-    flags = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"]
-    code, out, err = line(*drafting, *flags)
-    assert (code, err) == (0, "")
-    got = json.loads(out)
-    assert got["text"] == spoken(max_new_tokens=24).text
-    stats = got["stats"]
-    assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
-    assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
-    assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24
-    assert stats["tree_widths"][0] == 1
-    rates = stats["acceptance_by_rank"]
-    assert 0 <= min(rates) <= max(rates) <= 1 and max(rates) > 0
-    assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
-    seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
-    assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
 def test_calibrate_refuses_invalid_flags(line, drafting, model):
@@ -237,7 +217,6 @@ def test_budget_is_advised_only_within_the_memory(limit, advice, line, model, mo
 @pytest.mark.parametrize(
     ("prompts", "n", "count"),
     [(["the"], 1, "5 tokens in"), (["the", "lazy dog"], 2, "20 tokens of 4 answers in")],
-    ids=["one", "several"],
 )
 def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, model, monkeypatch):
     flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "64", *PLAIN]
@@ -251,7 +230,14 @@ def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, mod
 
     whole = answers()
     assert "the context of 64 tokens is full; raise --max-model-len" in line(*flags)[2]
-    monkeypatch.setattr(LLM, "load", interrupted_load(5))
+    load = LLM.load
+
+    def interrupted_load(llm: LLM, *arguments: Any) -> None:
+        load(llm, *arguments)
+        steps = chain(repeat(DEFAULT, 5), repeat(KeyboardInterrupt))
+        llm.engine.step = Mock(wraps=llm.engine.step, side_effect=steps)
+
+    monkeypatch.setattr(LLM, "load", interrupted_load)
     cut = answers()
     assert all(output["finish_reason"] == "interrupted" for output in cut)
     assert [output["token_ids"] for output in cut] == [output["token_ids"][:5] for output in whole]
@@ -261,25 +247,6 @@ def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, mod
     assert all(f"[{i}] {prompt}\n" in err for i, prompt in enumerate(prompts, 1))
     assert re.search(rf"tokens/s\n{count} [\d.]+ s, .*pass\ninterrupted\n$", err)
     assert line(*flags, "--quiet")[2] == "interrupted\n"
-
-
-def interrupted_load(n_steps: int) -> Callable[..., None]:
-    """Return a replacement of `LLM.load` whose engine is interrupted after some steps."""
-    load = LLM.load
-
-    def interrupted(llm: LLM, *arguments: Any) -> None:
-        load(llm, *arguments)
-        step = llm.engine.step
-        left = iter(range(n_steps))
-
-        def interrupting() -> Any:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return step()
-
-        llm.engine.step = interrupting
-
-    return interrupted
 
 
 def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):

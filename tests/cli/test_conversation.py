@@ -153,8 +153,7 @@ def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
             view.add(part)
         view.close()
     assert capsys.readouterr().out == "I think\nhard\n\nThe **answer**\n"
-    shown = screen(output.getvalue())
-    assert [line for line in shown if line] == ["I think", "hard", "The answer"]
+    assert [line for line in screen(output.getvalue()) if line] == ["I think", "hard", "The answer"]
 
 
 def test_blocks_end_at_blank_lines_and_fences():

@@ -21,8 +21,7 @@ from offload_rt.system.disk_rate import measure_disk_gbps
 
 def run(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
     assert doctor.main(["--json"]) == 0
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    return {check["name"]: check for check in checks}
+    return {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Reports of runs, and of timelines: handmade, of a real run, and invalid."""
 
 import json
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,15 +69,6 @@ def test_shares_of_a_handmade_timeline(tmp_path, capsys):
     assert "all layers were resident" in report.text(times)
 
 
-def test_disabled_trace_is_empty(tmp_path):
-    trace = Trace(on=False)
-    with trace.span(COMPUTE, "layer 0"):
-        trace.add(COMPUTE, "layer 1", 0.0, 1.0)
-        trace.state(waits(LINK), SLOTS_FULL)
-    trace.write(tmp_path / "t.json")
-    assert report.read(tmp_path / "t.json") == []
-
-
 def test_timeline_without_a_full_pass_is_refused(tmp_path):
     for spans in ((), STEP[:-1], STEP[5:7]):
         with pytest.raises(TraceError, match="no pass from draft to verdict"):
@@ -105,7 +95,7 @@ def test_invalid_timeline_is_exit_code_2(content, tmp_path, line):
         one_sentence(err, str(tmp_path / name))
 
 
-@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+@pytest.mark.parametrize("drafted", [False, True])
 def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
     model, path = speaking_checkpoint(tmp_path / "model"), tmp_path / "trace.json"
     flags = f"--model {model} --device cpu --max-model-len 64 --max-new-tokens 12 --trace {path}"
@@ -114,28 +104,24 @@ def test_real_run_is_traced_and_reported(drafted, tmp_path, capsys):
         flags += f" --draft-model {draft} --tree-size 8 --tree-depth 3"
     else:
         flags += " --drafter none --device-memory 1000000"
-    started = time.perf_counter()
     assert run.main([*flags.split(), "--quiet", "--prompt", "the quick brown"]) == 0
-    took = time.perf_counter() - started
-    spans = report.read(path)
-    assert spans[-1].end_s - spans[0].start_s < took
     capsys.readouterr()
     assert report.main([str(path), "--json"]) == 0
     times = json.loads(capsys.readouterr().out)
     assert 0 < times["compute"] < 1 and 0 < times["verify"] < 1
     parts = ("compute", "draft", "verify", "wait", "rest")
     assert 0.9 < sum(times[part] for part in parts) < 1.001
+    spans = report.read(path)
     if drafted:
         assert any(span.lane == DRAFT and span.name == "level 1" for span in spans)
         return
-    assert times["n_steps"] == 12
-    links = {slot_lane(LINK, 0), slot_lane(LINK, 1), waits(LINK)}
-    assert {COMPUTE, DRAFT, VERIFY} | links <= {span.lane for span in spans}
-    assert [span.name for span in spans].count("head") == 12
+    assert times["n_steps"] == [span.name for span in spans].count("head") == 12
+    slots = slot_lane(LINK, 0), slot_lane(LINK, 1)
+    assert {COMPUTE, DRAFT, VERIFY, waits(LINK), *slots} <= {span.lane for span in spans}
     idle = sum(sum(during.values()) for during in times["idle"].values())
     assert 0 < times["link"] + idle < 1.02
-    for slot in (0, 1):  # what is in a slot never overlaps
-        mine = [span for span in spans if span.lane == slot_lane(LINK, slot)]
+    for slot in slots:  # what is in a slot never overlaps
+        mine = [span for span in spans if span.lane == slot]
         assert all(a.end_s <= b.start_s + 1e-6 for a, b in pairwise(mine))
 
 
@@ -151,8 +137,7 @@ def passes(*, link_nbytes=0, n_tokens=2, n_rows=8):
 def test_report_begins_with_speed_and_gain():
     """The speed is that of decoding, without the pass over the prompt."""
     totals = (passes(), 1)
-    lines = run_report(*totals, 1.2, {"import": 3.0, "load": 0.2}).splitlines()
-    assert lines == [
+    assert run_report(*totals, 1.2, {"import": 3.0, "load": 0.2}).splitlines() == [
         "2.50 tokens/s, 3.0 times plain decoding at 0.833",
         "10 tokens in 4.70 s, 2.00 tokens per pass",
         "start: import 3.0 s, load 0.2 s, first pass 1.4 s",
@@ -160,8 +145,7 @@ def test_report_begins_with_speed_and_gain():
     assert "times" not in run_report(*totals, None, {})
     plain = passes(n_rows=1, n_tokens=1)
     assert "times" not in run_report(plain, 1, None, {})
-    mixed = [*plain, passes()[1]]
-    assert run_report(mixed, 1, None, {}).startswith(
+    assert run_report([*plain, passes()[1]], 1, None, {}).startswith(
         "1.50 tokens/s, 1.2 times plain decoding at 1.25\n"
     )
     several = run_report(passes(n_tokens=6), 3, None, {}).splitlines()

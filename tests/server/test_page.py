@@ -23,9 +23,6 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-# Folder for screenshots; unset: none.
-PICTURES = os.environ.get("PAGE_PICTURES")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chrome]:
@@ -63,14 +60,9 @@ def count(driver: Chrome, selector: str) -> int:
     return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
 
-def emulate(driver: Chrome, scheme: str = "", width: int = 0) -> None:
-    """Pretend a colour scheme, or a small screen."""
-    if scheme:
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    if width:
-        small = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
+def emulate_phone(driver: Chrome) -> None:
+    small = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
 
 
 def wait(driver: Chrome, holds: Any) -> Any:
@@ -136,7 +128,6 @@ def branch(driver: Chrome) -> list[dict[str, Any]]:
 
 
 def answers(driver: Chrome) -> list[str]:
-    """Texts of the finished answers of the displayed branch."""
     return [message["content"] for message in branch(driver) if message["role"] == "assistant"]
 
 
@@ -160,11 +151,6 @@ def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
     is_idle = driver.find_element(By.ID, "send").is_displayed
     wait(driver, lambda: is_idle() and len(shown(driver)) == n_answers)
     return answers(driver)
-
-
-def picture(driver: Chrome, name: str) -> None:
-    if PICTURES:
-        driver.save_screenshot(str(Path(PICTURES) / name))
 
 
 def click(driver: Chrome, selector: str) -> None:
@@ -232,8 +218,8 @@ def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, se
     page.refresh()
     assert wait_for_end(page, 2) == both
     for scheme in ("light", "dark"):
-        emulate(page, scheme)
-        picture(page, f"{scheme}.png")
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
         assert page.execute_script(CONTRAST) == [], f"contrast of a {scheme} page"
 
 
@@ -282,9 +268,8 @@ def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, 
             click(page, "#confirm-yes")
         wait(page, lambda n=n_left: count(page, "#chats li") == n)
     (tmp_path / "other.json").write_text('{"conversations": [{"title": 1}]}')
-    importer = page.find_element(By.ID, "import-file")
     for file, status in ((path, "Imported 1"), ("other.json", "no conversations of this page")):
-        importer.send_keys(str(tmp_path / file))
+        page.find_element(By.ID, "import-file").send_keys(str(tmp_path / file))
         wait(page, lambda status=status: status in text_of(page, "status"))
         assert branch(page) == before
 
@@ -295,13 +280,12 @@ def test_attached_file_is_sent_with_the_message(page, tmp_path):
     (tmp_path / "large.txt").write_text("x" * 300_000)
     Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
     set_limit(page, 4)
-    files = page.find_element(By.ID, "attach-files")
     for name, place, shown in (
         ("binary.bin", "status", "is no text"), ("large.txt", "status", "at most 262144"),
         ("teal.png", "status", "demo reads text only; teal.png is an image"),
         ("notes.md", "attached", "notes.md"),
     ):  # fmt: skip
-        files.send_keys(str(tmp_path / name))
+        page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / name))
         wait(page, lambda place=place, shown=shown: shown in text_of(page, place))
         assert count(page, "#attached li") == (name == "notes.md")
     page.execute_script(
@@ -358,7 +342,6 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     for n, event in enumerate(("paste", "drop"), 2):
         page.execute_script(PUT, event, [*path.read_bytes()])
         wait_for_images(n)
-    picture(page, "image-composer.png")
     say(page, "What?")
     assert wait_for_end(page, 1) == [expected("What?")]
     wait_for_shown_images()
@@ -366,7 +349,6 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     wait_for_shown_images()
     edit(page, " Why?")
     assert wait_for_end(page, 1) == [expected("What? Why?")]
-    picture(page, "image-light.png")
     exported = export(page, tmp_path)
     click(page, "[aria-label^=Delete]")
     click(page, "#confirm-yes")
@@ -374,10 +356,9 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     page.find_element(By.ID, "import-file").send_keys(str(exported))
     wait_for_shown_images()
     assert regenerate(page) == [expected("What? Why?")]
-    emulate(page, "dark", 390)
+    emulate_phone(page)
     page.execute_script(PUT, "paste", [*path.read_bytes()])
     wait_for_images(1)
-    picture(page, "image-phone-dark.png")
     assert page.execute_script("return document.documentElement.scrollWidth") <= 390
 
 
@@ -435,17 +416,15 @@ def test_words_have_the_colour_of_their_pass(page):
 
 
 def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
-    emulate(page, width=390)
+    emulate_phone(page)
     page.refresh()
     start(page, 24, "def read_lines(path, encoding='utf-8'):")
     assert "tokens/s" in text_of(page, "rate")
     widths = "return [document.documentElement.scrollWidth, innerWidth]"
     scrolled, width = page.execute_script(widths)
     assert scrolled <= width == 390
-    picture(page, "phone.png")
     click(page, "#menu")
     assert focused(page) == "new"
-    picture(page, "phone-menu.png")
     page.switch_to.active_element.send_keys(Keys.ESCAPE)
     assert focused(page) == "menu"
     click(page, "#statistics summary")

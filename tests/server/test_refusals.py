@@ -12,12 +12,9 @@ COMPLETIONS = [
     *((b"", "body"), (b"{", "JSON"), ({}, "prompt"), (b"\xff\xfe{}", "")),
     (b'{"prompt": "x", "metadata": ' + DEEP[:9_000] + b"}", ""),
     (b'{"prompt": ' + DEEP + b"}", ""),
-    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
-    (b'{"prompt": "x", "top_p": Infinity}', "top_p"),
-    (b'{"prompt": "x", "presence_penalty": -Infinity}', "presence_penalty"),
-    (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
-    (b'{"prompt": "x", "seed": Infinity}', "seed"),
-    (b'{"prompt": "x", "n": 1e300}', "n"),
+    *((f'{{"prompt": "x", "{name}": {value}}}'.encode(), name) for name, value in (
+        ("temperature", "NaN"), ("top_p", "Infinity"), ("presence_penalty", "-Infinity"),
+        ("logit_bias", '{"5": NaN}'), ("seed", "Infinity"), ("n", "1e300"))),
     *(({"prompt": prompt}, "needs a text") for prompt in (
         5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, [], None, [1.5] * 30_000)),
     *(({"prompt": prompt}, "prompt is empty") for prompt in ([[]], [[1], []])),
@@ -64,8 +61,8 @@ CHATS = [
     ({"messages": []}, "messages"), ({"messages": [*TURNS, {"content": "x"}]}, "role"),
     ({"messages": [{"role": 1, "content": "x"}]}, "role"),
     *(({"messages": [{"role": "user", "content": content}]}, word) for content, word in (
-        ([{"type": "image_url"}], "vision tower"), ({"type": "text"}, ""), ({"type": LONG}, ""),
-        ("x" * 150_000, "65536 characters"))),
+        ([{"type": "image_url"}], "images: needs a model with a vision tower, has type llama"),
+        ({"type": "text"}, ""), ({"type": LONG}, ""), ("x" * 150_000, "65536 characters"))),
     *(({"messages": TURNS, **fields}, word) for fields, word in (
         ({"stream_options": {}}, "stream_options"), ({"tools": "all"}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format 'xml'"),

@@ -1,22 +1,19 @@
 """The server through OpenAI's client, and clients that misbehave."""
 
 import json
-import signal
 import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai import OpenAI
-from support.serving import MODELS, PROMPT, SETTINGS, TURNS, alone, engine_held, running, serving
+from support.serving import MODELS, PROMPT, SETTINGS, TURNS, engine_held, running
 
-from offload_rt import LLM, SamplingParams, StructuredOutputs
+from offload_rt import LLM, SamplingParams
 from offload_rt.cli.serve import main
 from offload_rt.server.call_format import CallFormat, Style
 
 
 def rendered(llm: LLM, **more: Any) -> list[int]:
-    """The conversation as transformers makes token ids of it."""
     encoding = llm.tokenizer.apply_chat_template(
         TURNS, add_generation_prompt=True, return_dict=True, **more
     )
@@ -99,8 +96,7 @@ def test_stream_equals_the_whole_answer_with_usage_on_request(served, path, is_l
     else:
         assert told == [None] * len(told)
     parts = [chunk["choices"][0] for chunk in chunks]
-    reasons = [part["finish_reason"] for part in parts]
-    assert reasons == [None] * (len(parts) - 1) + ["length"]
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
     if path == "completions":
         objects = ("text_completion", "text_completion")
         assert "".join(part["text"] for part in parts) == choice["text"]
@@ -149,19 +145,10 @@ def test_tokenize_and_detokenize(served):
     for variables in ({}, {"mark": "x = "}):
         body = {"messages": TURNS, "chat_template_kwargs": variables}
         assert served.post("/tokenize", body)[1]["tokens"] == rendered(served.llm, **variables)
-
-
-def test_tokenize_counts_the_prompt_of_a_chat_request(served):
     turns = [*TURNS, {"role": "assistant", "content": "x ="}]
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    for fields in (
-        {"tools": tools},
-        {"chat_template_kwargs": {"mark": "several tokens"}},
-        {"add_generation_prompt": False, "continue_final_message": True},
-    ):
-        body = {"messages": turns, **fields}
-        answer = served.post("/v1/chat/completions", {**body, "max_tokens": 1})[1]
-        assert served.post("/tokenize", body)[1]["count"] == answer["usage"]["prompt_tokens"]
+    body = {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
+    answer = served.post("/v1/chat/completions", {**body, "max_tokens": 1})[1]
+    assert served.post("/tokenize", body)[1]["count"] == answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(("is_any_name", "status"), [(False, 404), (True, 200)])
@@ -178,14 +165,13 @@ def test_timeouts_and_model_names_are_respected(llm, is_any_name, status):
 
 
 def test_metrics_count_requests_and_tokens(served):
-    def read() -> dict[str, float]:
+    read = []
+    for _ in range(2):
         lines = served.request("GET", "/metrics")[2].decode().splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
-        return {name: float(value) for name, value in pairs}
-
-    before = read()
-    served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
-    after = read()
+        read.append({name: float(value) for name, value in pairs})
+        served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    before, after = read
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
     assert gained["offload_rt_tokens_total"] == 5
     assert gained['offload_rt_requests_total{end="length"}'] == 1
@@ -195,43 +181,22 @@ def test_metrics_count_requests_and_tokens(served):
 
 def test_tools_are_offered_unless_forbidden(served, monkeypatch):
     monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-
-    def n_prompt(**fields):
-        body = {"messages": TURNS, "max_tokens": 1, **fields}
-        return served.post("/v1/chat/completions", body)[1]["usage"]["prompt_tokens"]
-
+    body = {"messages": TURNS, "max_tokens": 1}
+    body["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     for choice, is_offered in (("none", False), ("auto", True), (None, True)):
-        assert (n_prompt(tools=tools, tool_choice=choice) > n_prompt()) == is_offered
+        answer = served.post("/v1/chat/completions", body | {"tool_choice": choice})[1]
+        assert (answer["usage"]["prompt_tokens"] > len(rendered(served.llm))) == is_offered
 
 
 def test_response_format_reaches_the_template(served, monkeypatch):
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-
-    def text(**fields):
-        body = {"messages": TURNS, "max_tokens": 4, "temperature": 0, **fields}
-        return served.post("/v1/chat/completions", body)[1]["choices"][0]["message"]["content"]
-
-    plain = text(response_format={"type": "text"})
     name = "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
     template = served.llm.tokenizer.chat_template + name
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
-    assert text() == plain
-    outputs = StructuredOutputs(json={"type": "object"})
-    prompt = rendered(served.llm, response_format=schema)
-    expected = alone(served.llm, prompt, max_tokens=4, structured_outputs=outputs)
-    assert text(response_format=schema) == expected
-
-
-def test_sigterm_lets_answers_finish(tmp_path):
-    with serving("offload_rt.serve", tmp_path, "--served-model-name", "demo") as (program, port):
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
-        asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        chunks = iter(client.completions.create(**asked, stream=True))
-        next(chunks)
-        program.signal(signal.SIGTERM)
-        assert list(chunks)[-1].choices[0].finish_reason == "length"
-        assert program.code() == 0 and "Traceback" not in program.err
+    body = {"messages": TURNS, "max_tokens": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for wanted, variables in (({"type": "text"}, {}), (schema, {"response_format": schema})):
+        answer = served.post("/v1/chat/completions", body | {"response_format": wanted})[1]
+        assert answer["usage"]["prompt_tokens"] == len(rendered(served.llm, **variables))
 
 
 def test_port_in_use_is_reported_before_loading(capsys):

@@ -171,8 +171,7 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
     tail = prompt[-len(served.llm.encode(expected, False)) :]
     assert served.llm.tokenizer.decode(tail) == expected
     if path == "messages":
-        count = served.post("/v1/messages/count_tokens", body)[1]
-        assert count == {"input_tokens": len(prompt)}
+        assert served.post("/v1/messages/count_tokens", body)[1] == {"input_tokens": len(prompt)}
     thinking = {"responses": {"reasoning": {"effort": "none"}}, "messages": {"thinking": {"type":
                 "disabled"}}}.get(path, {"reasoning_effort": "none"})  # fmt: skip
     assert served.post(f"/v1/{path}", body | thinking)[0] == 200
@@ -259,8 +258,7 @@ def test_routes_are_described(served):
     description = json.loads(served.request("GET", "/openapi.json")[2])
     page = served.request("GET", "/docs")[2].decode()
     routes = [route for route in served.app.routes if isinstance(route, APIRoute)]
-    shown = [route for route in routes if route.include_in_schema]
-    assert {route.path for route in shown} == {
+    assert {route.path for route in [route for route in routes if route.include_in_schema]} == {
         path.replace("{name}", "{name:path}") for path in description["paths"]
     }
     for path, methods in description["paths"].items():

@@ -36,7 +36,7 @@ from support.serving import (
 from offload_rt.errors import SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits
-from offload_rt.server.limits import Access, Limits, error_response
+from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import MessagesRequest
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
@@ -53,7 +53,6 @@ def connect(served: Served, rcvbuf: int = 0) -> socket.socket:
 
 
 def read_all(client: socket.socket) -> bytes:
-    """Read to the end of a connection, however it ends."""
     content = b""
     try:
         while data := client.recv(65536):
@@ -132,7 +131,6 @@ def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch)
 
 
 def count_by_walking(value: Any) -> list[int]:
-    """Strings, containers and separators of a JSON value."""
     if isinstance(value, str):
         return [1, 0, 0]
     if not isinstance(value, list | dict):
@@ -152,8 +150,7 @@ json_values = st.recursive(
 
 @given(json_values, st.booleans())
 def test_counts_equal_those_of_the_parsed_value(value, is_ascii):
-    raw = json.dumps(value, ensure_ascii=is_ascii).encode()
-    counts = bodies.counts_of(raw)
+    counts = bodies.counts_of(json.dumps(value, ensure_ascii=is_ascii).encode())
     found = [counts[kind] for kind in ("strings", "containers", "values")]
     assert found == count_by_walking(value)
 
@@ -285,12 +282,9 @@ def test_header_timeout_ends_with_the_head(llm):
 
 def test_incomplete_requests_do_not_delay_the_end(llm):
     """A half-sent body is refused at once, while a running answer is finished."""
-    body = {"prompt": PROMPT, "max_tokens": 2}
-    with (
-        running(llm) as server, closing(connect(server)) as client, ThreadPoolExecutor(1) as pool,
-    ):  # fmt: skip
+    with running(llm) as server, closing(connect(server)) as client, ThreadPoolExecutor(1) as pool:
         with engine_held(llm):
-            asked = pool.submit(server.post, "/v1/completions", body)
+            asked = pool.submit(server.post, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
             wait_until(lambda: server.service.n_open)
             client.sendall(head_of("/v1/completions", 100) + b"{")
             wait_until(lambda: len(server.http_server.server_state.tasks) == 2)
@@ -318,8 +312,7 @@ def test_surplus_connections_are_refused(llm):
 
 def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    limits = ConnectionLimits.from_ulimit()
-    assert 300 < limits.n_connections < 1024 - connection._RESERVED_FILES
+    assert 300 < ConnectionLimits.from_ulimit().n_connections < 1024 - connection._RESERVED_FILES
 
 
 _FEW_FILES = """
@@ -353,8 +346,7 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         body = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True, "temperature": 1, "n": 9}
         raw = json.dumps(body).encode()
         heads = (head_of("/v1/completions", n) for n in (1000, len(raw)))
-        requests = [half, *map(bytes.__add__, heads, (b"{", raw))]
-        clients = [sent(content) for content in requests]
+        clients = [sent(content) for content in [half, *map(bytes.__add__, heads, (b"{", raw))]]
         wait_until(is_healthy)
         program.signal(signal.SIGTERM)
         _, refused, ended = [read_all(client) for client in clients]
@@ -382,16 +374,6 @@ def test_cancelled_requests_are_answered_once(has_begun, statuses):
     assert [message.get("status") for message in sent] == statuses
 
 
-@pytest.mark.parametrize(("status", "kind"), [
-    (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
-    (429, "rate_limit_error"), (499, "invalid_request_error"), (500, "server_error"),
-    (503, "server_error"),
-])  # fmt: skip
-def test_errors_have_the_type_of_their_status_and_a_bounded_message(status, kind):
-    error = json.loads(error_response(status, "x" * 1001).body)["error"]
-    assert error == {"message": "x" * 1000, "type": kind, "param": None, "code": None}
-
-
 def test_head_requests_are_answered_like_get(served):
     for path in ("/health", "/v1/models", "/v1/models/demo", "/metrics", "/", "/page/app.js"):
         status, headers, body = served.request("HEAD", path)
@@ -408,37 +390,34 @@ def test_redirects_never_use_the_host_header(served):
 
 def test_hosts_keys_and_origins_are_checked(llm):
     hosts = frozenset({"127.0.0.1", "localhost", "[::1]"})
-    bearer = {"Authorization": "Bearer secret"}
     with running(llm, access=Access("secret", hosts, ("https://a.example",))) as guarded:
-
-        def ask(path: str, **headers: str) -> Any:
-            headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            return guarded.request("GET", path, headers={"Origin": "https://a.example", **headers})
-
         for host, status in (
             ("127.0.0.1", 200), ("127.0.0.1:8000", 200), ("LOCALHOST:80", 200), ("[::1]", 200),
             ("[::1]:8000", 200), ("127.0.0.1:evil.com", 403), ("localhost@evil.com", 403),
             ("", 403), ("evil.com", 403), ("[::1].evil.com", 403), ("127.0.0.1:8000:evil.com", 403),
         ):  # fmt: skip
             for path in ("/health", "/", "/page/app.js"):
-                assert ask(path, Host=host)[0] == status, host
+                assert guarded.request("GET", path, headers={"Host": host})[0] == status, host
         for path in ("/v1/models", "/openapi.json", "/docs"):
-            for key, status in (
-                ("Bearer secret", 200), ("bearer secret", 200), ("BEARER  secret", 200),
-                ("Bearer wrong", 401), ("Basic secret", 401), ("secret", 401), ("Bearer", 401),
+            for name, key, status in (
+                *(("Authorization", f"{scheme} secret", 200) for scheme in
+                  ("Bearer", "bearer", "BEARER ")), ("X-Api-Key", "secret", 200),
+                *(("Authorization", key, 401) for key in
+                  ("Bearer wrong", "Basic secret", "secret", "Bearer")), ("X-Api-Key", "x", 401),
+                ("Accept", "*/*", 401),
             ):  # fmt: skip
-                code, headers, body = ask(path, Authorization=key)
+                asked = {"Origin": "https://a.example", name: key}
+                code, headers, body = guarded.request("GET", path, headers=asked)
                 assert code == status, key
                 assert headers["Access-Control-Allow-Origin"] == "https://a.example"
                 if status == 401:
                     error = json.loads(body)["error"]
                     reasons = (error["type"], error["code"])
                     assert reasons == ("authentication_error", "invalid_api_key")
-            for key, status in ({"x_api_key": "secret"}, 200), ({"x_api_key": "x"}, 401), ({}, 401):
-                assert ask(path, **key)[0] == status
         assert guarded.post("/v1/completions", {"prompt": "x"})[0] == 401
-        asked = {**bearer, "Host": "evil.example"}
-        assert guarded.post("/v1/completions", {"prompt": "x"}, asked)[0] == 403
+        asked = {"Authorization": "Bearer secret", "Host": "evil.example"}
+        status, answer = guarded.post("/v1/completions", {"prompt": "x"}, asked)
+        assert (status, answer["error"]["type"]) == (403, "permission_error")
         preflight = {"Access-Control-Request-Method": "POST",
                      "Access-Control-Request-Headers": "authorization"}  # fmt: skip
         for origin, status in (("https://a.example", 200), ("https://b.example", 400)):

@@ -1,14 +1,16 @@
-"""Fields of requests and responses: sampling, prompts, tools, log-probabilities."""
+"""Fields of requests and responses: sampling, prompts, log-probabilities, formats and tools."""
 
 import json
+import re
 from typing import Any
 
 import pytest
-from support.serving import PROMPT, TURNS, Served, running
+from support.serving import MODELS, PROMPT, TURNS, Served, running, script
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Piece, SamplingParams, StructuredOutputs
+from offload_rt.cli.run import main
 from offload_rt.errors import SettingsError
 from offload_rt.server import service
 from offload_rt.server.answer import Answer
@@ -76,16 +78,19 @@ def test_fields_change_an_answer_as_in_python(served):
         assert (choice["finish_reason"], choice["stop_reason"]) == reasons
         assert word not in choice["text"] or "bad_words" not in fields
         assert {*expected.token_ids} <= {*allowed} or "allowed_token_ids" not in fields
-    choices = served.post("/v1/completions", GREEDY | {"temperature": 0.7, "n": 2, "seed": 5})[1]
-    texts = [complete(served, temperature=0.7, seed=seed)["text"] for seed in (5, 6)]
-    assert [choice["text"] for choice in choices["choices"]] == texts
+    prompts = [PROMPT, "import os\n"]
+    body = GREEDY | {"prompt": prompts, "temperature": 0.7, "n": 2, "seed": 5}
+    choices = served.post("/v1/completions", body)[1]["choices"]
+    params = SamplingParams(8, temperature=0.7, n=2, seed=5)
+    answers = [answer for output in llm.generate(prompts, params) for answer in output.outputs]
+    expected = [(i, answer.text) for i, answer in enumerate(answers)]
+    assert [(choice["index"], choice["text"]) for choice in choices] == expected
 
 
 def test_empty_arguments_of_a_call_are_an_empty_object():
     texts = ["", "{}", {"a": 1}, '{"a": 1}', "{"]
     calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
-    request = ChatRequest(messages=[{"role": "assistant", "tool_calls": calls}])
-    (turn,) = request.turns()
+    (turn,) = ChatRequest(messages=[{"role": "assistant", "tool_calls": calls}]).turns()
     arguments = [call["function"]["arguments"] for call in turn["tool_calls"]]
     assert arguments == [{}, {}, {"a": 1}, {"a": 1}, "{"]
 
@@ -128,17 +133,6 @@ def test_offsets_of_an_echo_point_into_its_text(served, prompt, special):
     assert offsets[:2] == [0, 0] if special else offsets[0] == 0
 
 
-def test_offsets_of_a_stream_with_stop_strings_point_into_its_text(served):
-    """Text that could begin a stop string follows its tokens later."""
-    fields = {"logprobs": 0, "stop": ["never occurs in this text"]}
-    chunks = served.chunks("/v1/completions", GREEDY | fields)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    whole = "".join(choice["text"] for choice in choices)
-    for logprobs in filter(None, (choice["logprobs"] for choice in choices)):
-        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-            assert whole[offset:].startswith(token)
-
-
 def test_offsets_of_an_answer_count_the_space_of_its_first_word():
     """Decoders of SentencePiece drop this space unless a prompt precedes it."""
     tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2}))
@@ -176,8 +170,7 @@ def test_final_message_is_continued(served, monkeypatch):
     assert answer["choices"][0]["message"]["content"] == expected
     answer = served.post("/v1/messages", body)[1]  # Anthropic's API has no field for this
     assert answer["content"][0]["text"] == expected
-    both = body | {"continue_final_message": True}
-    assert served.post("/v1/chat/completions", both)[0] == 400
+    assert served.post("/v1/chat/completions", body | {"continue_final_message": True})[0] == 400
 
 
 def test_control_tokens_in_messages_are_text(served, monkeypatch):
@@ -240,8 +233,7 @@ def test_failing_templates_name_the_field_of_the_request(served, monkeypatch, te
 
 
 def test_functions_of_firefunction_are_in_the_prompt(served, monkeypatch):
-    template = "{{ functions }} {{ datetime }}"
-    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", "{{ functions }} {{ datetime }}")
     tools = [{"type": "function", "function": {"name": "add"}}]
     status, answer = served.post("/tokenize", {"messages": TURNS, "tools": tools})
     prompt = served.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"]
@@ -262,9 +254,89 @@ def test_grammars_of_open_requests_are_bounded_together(served, monkeypatch):
     assert status == 400 and "at most 1500" in answer["error"]["message"]
 
 
-def test_answers_keep_the_order_of_their_prompts(served):
-    prompts = [PROMPT, "import os\n"]
-    choices = served.post("/v1/completions", {**GREEDY, "prompt": prompts, "n": 2})[1]["choices"]
-    outputs = served.llm.generate(prompts, SamplingParams(8, temperature=0))
-    expected = [output.text for output in outputs for _ in range(2)]
-    assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(expected)]
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": [1, 2]}, "kind": {"enum": ["file", "folder"]}},
+    "required": ["size", "kind"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+def function(name: str, parameters: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [
+    function("open_file", {"properties": {"mode": {"$ref": "#/$defs/mode"}}, "required": ["mode"],
+                           "additionalProperties": False, "$defs": {"mode": {"enum": ["r", "w"]}}}),
+    function("add", SCHEMA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "outputs"), [
+    ({"guided_json": json.dumps(SCHEMA)}, {"json": json.dumps(SCHEMA)}),
+    *((fields, {"json": SCHEMA}) for fields in (
+        {"response_format": JSON_SCHEMA}, {"guided_json": SCHEMA}, {"json_schema": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA, "regex": None}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}})),
+    ({"guided_regex": "[a-z]{3}[0-9]{2}"}, {"regex": "[a-z]{3}[0-9]{2}"}),
+    ({"structured_outputs": {"regex": "[a-z]{3}"}}, {"regex": "[a-z]{3}"}),
+    ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
+    ({"guided_grammar": 'start: "a" "b"'}, {"grammar": 'start: "a" "b"'}),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"grammar": 'root ::= "a" [0-9]{3}'}, {"grammar": 'root ::= "a" [0-9]{3}'}),
+])  # fmt: skip
+def test_formats_of_a_request_equal_formats_in_python(served, monkeypatch, fields, outputs):
+    requests = script(served.llm, monkeypatch, "x")
+    for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": TURNS})):
+        assert served.post(f"/v1/{path}", body | fields)[0] == 200
+        assert requests.pop()[1].structured_outputs == StructuredOutputs(**outputs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("choice", "parallel", "names"), [
+    ("required", False, {"open_file", "add"}),
+    ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
+    ({"type": "function", "function": {"name": "open_file"}}, None, {"open_file"}),
+])  # fmt: skip
+def test_required_calls_satisfy_the_schema(served, choice, parallel, names, stream):
+    body = {"messages": TURNS, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
+    body |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": parallel}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in served.chunks("/v1/chat/completions", body)]
+        parts = [choice["delta"] for choice in choices]
+    else:
+        choices = served.post("/v1/chat/completions", body)[1]["choices"]
+        parts = [choice["message"] for choice in choices]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    assert not any(part.get("content") for part in parts)
+    (call,) = (call["function"] for part in parts for call in part.get("tool_calls", ()))
+    arguments = json.loads(call["arguments"])
+    assert call["name"] in names
+    if call["name"] == "add":
+        assert arguments["size"] in (1, 2) and arguments["kind"] in ("file", "folder")
+    else:
+        assert arguments["mode"] in ("r", "w")
+
+
+def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 3
+    for parallel, n in ((False, 1), (True, 3), (None, 3)):
+        request = ChatRequest(messages=TURNS, tools=TOOLS, parallel_tool_calls=parallel)
+        answer = Answer(request, 1, served.llm.tokenizer)
+        answer.start([[1]], ChatFormat.select(served.llm.tokenizer, "hermes", "none"))
+        answer.add(0, Piece(text, [1], finish_reason="stop"))
+        assert len(answer.choices[0].calls) == n
+
+
+def test_a_schema_on_the_command_line(tmp_path, capsys):
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    line = ["--model", str(MODELS / "demo-target"), "--device", "cpu", "--prompt", PROMPT]
+    line += ["--quiet", "--max-model-len", "128"]
+    assert main([*line, "--json-schema", str(tmp_path / "schema.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["size"] in (1, 2)
+    assert main([*line, "--regex", "[a-z]{3}-[0-9]"]) == 0
+    assert re.fullmatch("[a-z]{3}-[0-9]\n", capsys.readouterr().out)
+    assert main([*line, "--json-schema", str(tmp_path / "missing.json")]) == 2
+    assert "--json-schema" in capsys.readouterr().err

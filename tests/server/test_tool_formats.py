@@ -92,9 +92,8 @@ def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
     n_calls = 1 if name in ("llama", "harmony") else 2
     single, text = (without_ids(answer_of(tokenizer, name, n)) for n in (1, n_calls))
     chat_format = chat_format_of(tokenizer, name)
-    around = chat_format.around("", True)
     for is_single, expected in ((True, single), (False, text)):
-        outputs = calls_of(chat_format, is_single, around)
+        outputs = calls_of(chat_format, is_single, chat_format.around("", True))
         assert accepted(compiler, tokenizer, outputs, expected)
         for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
             assert not accepted(compiler, tokenizer, outputs, wrong)

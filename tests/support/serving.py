@@ -18,8 +18,6 @@ from openai import OpenAI
 from write_vision import write_vision
 
 from offload_rt import LLM, Piece, SamplingParams
-from offload_rt.models.image_prompt import ImagePrompt
-from offload_rt.models.processors import ImageProcessor
 from offload_rt.server.app import make_app
 from offload_rt.server.connection import ConnectionLimits, make_server
 from offload_rt.server.settings import ServeSettings
@@ -150,7 +148,6 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of a tiny random model that reads images."""
     path = tmp_path_factory.mktemp("vision")
     write_vision(path)
     with LLM(str(path), device="cpu", dtype="float32", max_model_len=128) as model:
@@ -185,43 +182,17 @@ def script(llm: LLM, monkeypatch: pytest.MonkeyPatch, *texts: str, **ending: Any
     async def pieces(prompts: Any, params: SamplingParams) -> Any:
         requests.append((prompts, params))
         for i, text in enumerate(texts):
-            is_last = i == len(texts) - 1
-            end = {"finish_reason": "stop", **ending} if is_last else {}
+            end = {"finish_reason": "stop", **ending} if i == len(texts) - 1 else {}
             yield 0, Piece(text, [1], **end)
 
     monkeypatch.setattr(llm, "astream_all", pieces)
     return requests
 
 
-class ListingProcessor(ImageProcessor):
-    """Stands for a processor: an image has as many tokens as columns. Records its arguments."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.calls: list[Any] = []
-
-    def scaled(self, image: Any) -> Any:
-        return image
-
-    def encode_chat(self, messages: Any, images: Any, options: Any) -> ImagePrompt:
-        self.calls.append((messages, images, options))
-        n_rows = sum(image.width for image in images)
-        return ImagePrompt([7] * n_rows + self.llm.encode("x"), ())
-
-
-def read_images(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ListingProcessor:
-    """Let a model of text accept images. Its answers need `script`."""
-    processor = ListingProcessor(llm)
-    monkeypatch.setattr(llm.requests, "images", processor)
-    return processor
-
-
 def head_of(path: str, n_body: int) -> bytes:
-    """Head of a POST request."""
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
     return f"POST {path} HTTP/1.1\r\n{fields}".encode()
 
 
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:
-    """Generate without the server."""
     return llm.generate(prompt, SamplingParams(**params))[0].text

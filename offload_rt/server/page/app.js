@@ -1,11 +1,10 @@
 // Web page: conversations, their answers, and the passes that produced the answers.
 import { complete, get } from "./api.js";
 import * as attachments from "./attachments.js";
-import { drawLink } from "./charts.js";
+import { drawLink, drawTree } from "./charts.js";
 import * as images from "./images.js";
 import { render } from "./render.js";
 import * as store from "./store.js";
-import { drawTree } from "./tree.js";
 
 const at = (id) => document.getElementById(id);
 
@@ -62,11 +61,10 @@ function showList() {
   const found = conversations.filter((conversation) => store.matches(conversation, at("search").value.trim()));
   at("chats").replaceChildren(...found.map((conversation) => {
     const { id, title } = conversation;
-    const select = button(running.has(id) ? `… ${title}` : title, () => choose(id), { className: "open" });
-    select.setAttribute("aria-current", String(id === openId));
-    const rename = button("✎", () => renameConversation(conversation)), remove = button("×", () => drop(conversation));
-    rename.setAttribute("aria-label", `Rename ${title}`);
-    remove.setAttribute("aria-label", `Delete ${title}`);
+    const shown = running.has(id) ? `… ${title}` : title;
+    const select = button(shown, () => choose(id), { className: "open", ariaCurrent: String(id === openId) });
+    const rename = button("✎", () => renameConversation(conversation), { ariaLabel: `Rename ${title}` });
+    const remove = button("×", () => drop(conversation), { ariaLabel: `Delete ${title}` });
     return element("li", {}, select, rename, remove);
   }));
 }
@@ -101,9 +99,8 @@ function actions(message) {
       show();
       at(`message-${versions[n + step].id}`).querySelector(".actions button:enabled").focus();
     };
-    const back = button("‹", turn(-1), { disabled: n === 0 || isRunning }), on = button("›", turn(1), { disabled: n === versions.length - 1 || isRunning });
-    back.setAttribute("aria-label", "Previous version");
-    on.setAttribute("aria-label", "Next version");
+    const back = button("‹", turn(-1), { disabled: n === 0 || isRunning, ariaLabel: "Previous version" });
+    const on = button("›", turn(1), { disabled: n === versions.length - 1 || isRunning, ariaLabel: "Next version" });
     row.append(back, element("span", { className: "version", textContent: `${n + 1}/${versions.length}` }), on);
   }
   row.append(button("Copy", (event) => copy(message.content, event.target)));
@@ -114,8 +111,7 @@ function actions(message) {
 }
 
 function editor(message) {
-  const area = element("textarea", { value: message.content, rows: 4, id: "edited" });
-  area.setAttribute("aria-label", "Edited message");
+  const area = element("textarea", { value: message.content, rows: 4, id: "edited", ariaLabel: "Edited message" });
   const done = () => {
     const content = area.value.trim();
     if (!content && !message.attached) return;
@@ -143,12 +139,13 @@ function showStatistics(pieces) {
   const sum = (name) => passes.reduce((total, piece) => total + piece[name], 0);
   const tokens = sum("tokens"), seconds = sum("seconds"), busy = passes.map((piece) => piece.busy ?? 0);
   const busySeconds = passes.reduce((total, piece) => total + (piece.busy ?? 0) * piece.seconds, 0);
-  const rate = seconds ? tokens / seconds : 0, number = (value, digits) => (passes.length ? value.toFixed(digits) : "–");
-  at("per-second").textContent = number(rate, rate < 10 ? 2 : 0);
-  at("per-pass").textContent = number(tokens / passes.length, 2);
-  at("passes").textContent = number(passes.length, 0);
-  at("busy").textContent = passes.length ? `${number(seconds ? (100 * busySeconds) / seconds : 0, 0)} %` : "–";
-  at("rate").textContent = passes.length ? `${number(rate, rate < 10 ? 2 : 0)} tokens/s, ${number(tokens / passes.length, 2)} per pass` : "No answer yet";
+  const speed = seconds ? tokens / seconds : 0, rate = speed.toFixed(speed < 10 ? 2 : 0), perPass = (tokens / passes.length).toFixed(2);
+  const put = (id, text, otherwise = "–") => (at(id).textContent = passes.length ? text : otherwise);
+  put("per-second", rate);
+  put("per-pass", perPass);
+  put("passes", passes.length);
+  put("busy", `${(seconds ? (100 * busySeconds) / seconds : 0).toFixed(0)} %`);
+  put("rate", `${rate} tokens/s, ${perPass} per pass`, "No answer yet");
   // Trees are not stored with a conversation.
   document.body.classList.toggle("no-tree", !lastTree);
   drawLink(at("link"), busy);
@@ -299,8 +296,7 @@ function detach(file) {
 
 function showAttached() {
   at("attached").replaceChildren(...attached.map((file) => {
-    const remove = button("×", () => detach(file));
-    remove.setAttribute("aria-label", `Remove ${file.name}`);
+    const remove = button("×", () => detach(file), { ariaLabel: `Remove ${file.name}` });
     return element("li", {}, ...(file.image ? [images.picture(file)] : []), element("span", { textContent: file.name }), remove);
   }));
 }
@@ -361,7 +357,7 @@ function colour() {
 
 function toggleMenu(isOpen) {
   document.body.classList.toggle("menu-open", isOpen);
-  at("menu").setAttribute("aria-expanded", String(isOpen));
+  at("menu").ariaExpanded = String(isOpen);
   if (isOpen) at("new").focus();
 }
 

@@ -1,4 +1,4 @@
-"""Commands of the documentation: CI runs the marked blocks, and the flags of all others exist."""
+"""Commands of the documentation: CI runs the marked blocks, all others have valid flags."""
 
 import re
 import shlex
@@ -6,8 +6,11 @@ from importlib import import_module
 from pathlib import Path
 
 from run_readme import ROOT, blocks
+from settings_page import PAGE, page
 
+from offload_rt.cli.flags import GROUP_OF_FIELD
 from offload_rt.cli.main import VERBS
+from offload_rt.config import EngineConfig
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -34,3 +37,9 @@ def test_commands_of_the_documentation_have_valid_flags():
     for verb, *arguments in found:
         assert verb in VERBS
         import_module(f"offload_rt.cli.{verb}").new_parser().parse_args(arguments)
+
+
+def test_settings_page_is_up_to_date():
+    """After a change of settings run `python scripts/settings_page.py`."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+    assert set(GROUP_OF_FIELD) == set(EngineConfig.__dataclass_fields__)
