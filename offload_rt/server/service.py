@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -54,12 +53,12 @@ class Metrics:
         self._llm = llm
         self.registry = CollectorRegistry()
         place: Json = {"namespace": "offload_rt", "registry": self.registry}
-        histogram = partial(Histogram, buckets=_BUCKETS_S, **place)
+        timed: Json = {**place, "buckets": _BUCKETS_S}
         self.requests = Counter("requests", "Requests by finish reason", ["end"], **place)
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens", **place)
         self.tokens = Counter("tokens", "Generated tokens", **place)
-        self.first_token = histogram("first_token_seconds", "Time to the first token")
-        self.request_seconds = histogram("request_seconds", "Duration of a request")
+        self.first_token = Histogram("first_token_seconds", "Time to the first token", **timed)
+        self.request_seconds = Histogram("request_seconds", "Duration of a request", **timed)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -21,7 +21,6 @@ ANTHROPIC_TOOL = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
 PIECES = ("<thi", "nk>\nOne", " two</think>", "\n\nSo: <tool", '_call>{"name": "add", "argu',
           'ments": {"a": 1}}</tool_call>')  # fmt: skip
 ANSWER = ("One two", "So: ", [("add", {"a": 1})])
-THINKING = "{{ messages[0].content }}{% if tools %}</think>{% endif %}"
 
 
 @pytest.fixture

@@ -43,12 +43,6 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
         yield connection
 
 
-def assert_answers(served: Served) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    (choice,) = served.post("/v1/completions", body)[1]["choices"]
-    assert choice["text"] == alone(served.llm, PROMPT, max_tokens=24)
-
-
 def test_two_hundred_concurrent_requests_are_answered_or_rejected(served):
     prompts = [f"def f{k % 8}(x):\n    return " for k in range(200)]
     expected = {prompt: alone(served.llm, prompt, max_tokens=4) for prompt in set(prompts)}
