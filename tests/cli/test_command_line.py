@@ -49,18 +49,15 @@ def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
 
 
-def flags_of(**settings: Any) -> list[str]:
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return [part for pair in pairs for part in pair]
-
-
 @pytest.fixture(scope="module")
 def drafting(model: Path, draft: Path) -> list[str]:
     """Flags of a run with the draft and memory for two slots of the model's layers."""
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
     with open_unloaded(model, device="cpu", **trees) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
-    return flags_of(**trees, model=model, device="cpu", device_memory=budget)
+    settings = trees | {"model": model, "device": "cpu", "device_memory": budget}
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +140,22 @@ def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
     assert got == expected and list(got) == list(expected)
     assert list(stats) == [item.name for item in fields(Stats)]
     assert stats["n_tokens"] == len(api.token_ids) and stats["link_bytes"] > 0
+
+
+def test_json_reports_trees(line, drafting):
+    flags = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"]
+    code, out, err = line(*drafting, *flags)
+    assert (code, err) == (0, "")
+    stats = json.loads(out)["stats"]
+    assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
+    assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
+    assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24
+    assert stats["tree_widths"][0] == 1
+    rates = stats["acceptance_by_rank"]
+    assert 0 <= min(rates) <= max(rates) <= 1 and max(rates) > 0
+    assert stats["predicted_seconds_per_token"] > 0 and stats["measured_seconds_per_token"] > 0
+    seconds = stats["draft_seconds"], stats["verify_seconds"], stats["prefill_seconds"]
+    assert min(seconds) > 0 and max(seconds) < stats["seconds"]
 
 
 def test_calibrate_refuses_invalid_flags(line, drafting, model):

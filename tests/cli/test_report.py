@@ -69,6 +69,15 @@ def test_shares_of_a_handmade_timeline(tmp_path, capsys):
     assert "all layers were resident" in report.text(times)
 
 
+def test_disabled_trace_is_empty(tmp_path):
+    trace = Trace(on=False)
+    with trace.span(COMPUTE, "layer 0"):
+        trace.add(COMPUTE, "layer 1", 0.0, 1.0)
+        trace.state(waits(LINK), SLOTS_FULL)
+    trace.write(tmp_path / "t.json")
+    assert report.read(tmp_path / "t.json") == []
+
+
 def test_timeline_without_a_full_pass_is_refused(tmp_path):
     for spans in ((), STEP[:-1], STEP[5:7]):
         with pytest.raises(TraceError, match="no pass from draft to verdict"):

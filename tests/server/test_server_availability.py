@@ -38,6 +38,7 @@ from offload_rt.server import bodies, completions, connection, protocol, respons
 from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import MessagesRequest
+from offload_rt.server.settings import ServeSettings
 
 STREAM = {"prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}
 
@@ -443,7 +444,8 @@ def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys
         assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
         gc.unfreeze()
 
-    monkeypatch.setattr(connection, "make_server", lambda *_: Mock(run=run))
+    make_server = Mock(return_value=Mock(run=run))
+    monkeypatch.setattr(connection, "make_server", make_server)
     model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
     template = tmp_path / "template"
     template.write_text("{{ tools }}")
@@ -457,3 +459,4 @@ def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys
         assert serve_command.main([*model, "--drafter", "none", *flags]) == 0
         printed = capsys.readouterr().err
         assert ("warning" in printed) == bool(warning) and warning in printed
+    assert make_server.call_args.args[1] == ServeSettings.drain

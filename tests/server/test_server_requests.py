@@ -123,7 +123,9 @@ def test_prompts_are_truncated_and_have_optional_special_tokens(served):
 @pytest.mark.parametrize("prompt", [PROMPT, "x = '🙂 語' # é\n"])
 @pytest.mark.parametrize("special", [True, False])
 def test_offsets_of_an_echo_point_into_its_text(served, prompt, special):
-    choice = complete(served, prompt=prompt, echo=True, logprobs=0, add_special_tokens=special)
+    """Text that could begin a stop string follows its tokens later."""
+    fields = {"prompt": prompt, "add_special_tokens": special, "stop": ["never occurs in this"]}
+    choice = complete(served, **fields, echo=True, logprobs=0)
     logprobs = choice["logprobs"]
     offsets = logprobs["text_offset"]
     assert len(offsets) == len(logprobs["tokens"]) and offsets == sorted(offsets)
