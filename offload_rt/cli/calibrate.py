@@ -167,10 +167,8 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
     drafter = llm.spec.draft.drafting.name
     for prompt in prompts:
         stats = llm.generate(prompt, params)[0].stats
-        rates = (
-            f"{stats.tokens_per_pass:.2f} tokens per pass, {stats.seconds_per_token:.4f} s per"
-            " token"
-        )
+        per_pass, token_s = stats.tokens_per_pass, stats.seconds_per_token
+        rates = f"{per_pass:.2f} tokens per pass, {token_s:.4f} s per token"
         print(f"{drafter}: {rates} after {prompt[:40]!r}", file=sys.stderr, flush=True)
 
 

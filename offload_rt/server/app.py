@@ -43,7 +43,6 @@ _CONTENT_POLICY = (
 )
 _OPEN = Access()
 _PAGE_HEADERS = {"Content-Security-Policy": _CONTENT_POLICY, "Referrer-Policy": "no-referrer"}
-_REFERENCE = "#/components/schemas/"
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>offload_rt API</title>
 <meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/page/style.css">
 <style>body { max-width: 60rem; margin: auto; padding: 1rem; overflow: auto }
@@ -159,7 +158,7 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
 
 def _body_of(kind: type[BaseModel]) -> Json:
     """Describe a request body and the types of its responses, for a route's `openapi_extra`."""
-    schema = kind.model_json_schema(ref_template=_REFERENCE + "{model}")
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     types = ["application/json", *(["text/event-stream"] if "stream" in kind.model_fields else [])]
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
