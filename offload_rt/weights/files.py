@@ -68,12 +68,10 @@ def tensors_of(directory: Path) -> dict[str, TensorRecord]:
             return read_header(directory / name)
     names = sorted(path.name for path in directory.iterdir())
     unsupported = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
-    raise CheckpointError(
-        f"{directory} has no safetensors weights",
-        need=f"{SINGLE} or {INDEX}",
-        have=", ".join(unsupported[:3]) or "no weights at all",
-        change=_WHOLE + (_CONVERT if unsupported else ""),
-    )
+    problem = f"{directory} has no safetensors weights"
+    have = ", ".join(unsupported[:3]) or "no weights at all"
+    change = _WHOLE + (_CONVERT if unsupported else "")
+    raise CheckpointError(problem, need=f"{SINGLE} or {INDEX}", have=have, change=change)
 
 
 def shard_names(directory: Path) -> dict[str, str]:

@@ -83,11 +83,9 @@ def find_config(model: str, revision: str | None = None, offline: bool = False) 
         is_checkpoint = path.is_dir() or path.suffix == gguf.SUFFIX
         return read_config(locate(model)) if is_checkpoint else read_json(path)
     if model.endswith(".json") or "/" not in model:
-        raise CheckpointError(
-            f"no model called {model}",
-            need="a config.json, its directory, or a hub id like org/name",
-            change="give one of these, or the name of a shape that is built in",
-        )
+        need = "a config.json, its directory, or a hub id like org/name"
+        change = "give one of these, or the name of a shape that is built in"
+        raise CheckpointError(f"no model called {model}", need=need, change=change)
     return read_config(_snapshot(model, revision, offline, ("config.json",)))
 
 

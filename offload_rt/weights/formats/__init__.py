@@ -60,8 +60,5 @@ def format_of(quantization_config: object) -> WeightFormat:
             weight_format: WeightFormat = module.Format(config)
             return weight_format
     method = config.get("quant_method") if isinstance(config, dict) else config
-    raise config_error(
-        f"key 'quantization_config' of quant_method {method!r} is not understood",
-        have=", ".join(names),
-        change="use an unquantised checkpoint",
-    )
+    problem = f"key 'quantization_config' of quant_method {method!r} is not understood"
+    raise config_error(problem, have=", ".join(names), change="use an unquantised checkpoint")
