@@ -33,11 +33,9 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise SettingsError(f"{text!r} is not a size", change='write it like "22GiB" or "800MB"')
     nbytes = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
-    if 0 < nbytes < _LEAST_WITHOUT_UNIT and str(text).strip()[-1].isdigit():
-        raise SettingsError(
-            f"{text!r} has no unit and means bytes",
-            change=f'write it like "{str(text).strip()}GiB"',
-        )
+    if 0 < nbytes < _LEAST_WITHOUT_UNIT and (number := str(text).strip())[-1].isdigit():
+        change = f'write it like "{number}GiB"'
+        raise SettingsError(f"{text!r} has no unit and means bytes", change=change)
     return nbytes
 
 
@@ -257,12 +255,9 @@ def check_folder(flag: str, path: str | Path) -> None:
     """Raise SettingsError if the folder of an output file does not exist."""
     folder = Path(path).resolve().parent
     if not folder.is_dir():
-        raise SettingsError(
-            f"{flag} {path}",
-            need="an existing folder",
-            have=f"no {folder}",
-            change="create the folder",
-        )
+        need = "an existing folder"
+        have = f"no {folder}"
+        raise SettingsError(f"{flag} {path}", need=need, have=have, change="create the folder")
 
 
 def flag_of(name: str) -> str:

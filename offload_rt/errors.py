@@ -55,9 +55,7 @@ class OffloadError(Exception):
         self.need = need
         self.have = have
         self.change = change
-        facts = ", ".join(
-            f"{verb} {fact}" for verb, fact in (("needs", need), ("has", have)) if fact
-        )
+        facts = ", ".join(filter(None, (need and f"needs {need}", have and f"has {have}")))
         sentence = f"{problem}: {facts}" if facts else problem
         self._sentence = _one_line(f"{sentence}; {change}" if change else sentence)
         super().__init__(_SETTING.sub(_as_argument, self._sentence))
@@ -173,12 +171,10 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
 def machine_error(error: BaseException) -> OffloadError:
     """Convert a failure of the machine; reraise bugs of this program."""
     text = " ".join(str(error).split())
-    is_full = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    if is_full or (
-        isinstance(error, RuntimeError | ImportError) and any(words in text for words in _NO_MEMORY)
-    ):
+    is_full = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if isinstance(error, RuntimeError | ImportError):
+        is_full |= any(words in text for words in _NO_MEMORY)
+    if is_full:
         change = "lower --device-memory, --host-memory or --max-model-len"
         return DeviceError("out of memory", have=text[:200], change=change)
     if isinstance(error, RuntimeError) and any(words in text for words in _NO_GPU):

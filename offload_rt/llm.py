@@ -157,7 +157,7 @@ class LLM:
                 raise
             # The optional draft layer does not fit.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))
-        self._closes = weakref.finalize(self, self.spec.close)
+        self._closes = weakref.finalize(self, self.spec.files.close)
         max_model_len = self.spec.memory.max_model_len
         self.requests = RequestBuilder(directory, self.spec.target, self.tokenizer, max_model_len)
 

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 # Values of bitsandbytes' nf4: quantiles of the normal distribution.
 NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
-    0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 # Weights that the reference dequantises at a time, with about 32 temporary bytes each.
 REFERENCE_WEIGHTS = 1 << 19
@@ -47,9 +47,8 @@ def product_nbytes(n_out: int, n_in: int, itemsize: int, has_card: bool) -> int:
     return nbytes + REFERENCE_NBYTES
 
 
-ORDERS = ("rows", "columns", "awq", "plain", "e2m1", "nf4")
-
 Order = Literal["rows", "columns", "awq", "plain", "e2m1", "nf4"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 # Orders of zero points with a kernel, by the order of the codes: packed along the outputs.
 ZERO_ORDERS = {"columns": "rows", "rows": "columns", "awq": "awq", "plain": "plain"}
 
@@ -76,9 +75,8 @@ class BlockType:
 # Types with a CUDA kernel, in the order of the kernels; transformers' reader lacks Q5_0 and Q5_1.
 KERNEL_BLOCKS = {
     "Q4_0": BlockType(2, 32, 18, 32), "Q4_1": BlockType(3, 32, 20, 32, 0, 2),
-    "Q5_0": BlockType(6, 32, 22, 32),
-    "Q5_1": BlockType(7, 32, 24, 32, 0, 2), "Q8_0": BlockType(8, 32, 34, 32),
-    "Q2_K": BlockType(10, 256, 84, 16, 80, 82),
+    "Q5_0": BlockType(6, 32, 22, 32), "Q5_1": BlockType(7, 32, 24, 32, 0, 2),
+    "Q8_0": BlockType(8, 32, 34, 32), "Q2_K": BlockType(10, 256, 84, 16, 80, 82),
     "Q3_K": BlockType(11, 256, 110, 16, 108), "Q4_K": BlockType(12, 256, 144, 32, 0, 2),
     "Q5_K": BlockType(13, 256, 176, 32, 0, 2), "Q6_K": BlockType(14, 256, 210, 16, 208),
     "IQ4_NL": BlockType(20, 32, 18, 32), "IQ4_XS": BlockType(23, 256, 136, 32),
@@ -86,9 +84,8 @@ KERNEL_BLOCKS = {
 # All types have a CPU kernel.
 BLOCKS = KERNEL_BLOCKS | {
     "IQ2_XXS": BlockType(16, 256, 66), "IQ2_XS": BlockType(17, 256, 74),
-    "IQ3_XXS": BlockType(18, 256, 98),
-    "IQ1_S": BlockType(19, 256, 50), "IQ3_S": BlockType(21, 256, 110),
-    "IQ2_S": BlockType(22, 256, 82),
+    "IQ3_XXS": BlockType(18, 256, 98), "IQ1_S": BlockType(19, 256, 50),
+    "IQ3_S": BlockType(21, 256, 110), "IQ2_S": BlockType(22, 256, 82),
     "IQ1_M": BlockType(29, 256, 56, 0, 54),
 }  # fmt: skip
 

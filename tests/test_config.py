@@ -185,7 +185,8 @@ def test_model_and_prompt_may_be_given_without_their_flags():
         ("min_tokens", [-1], [0, 5]), ("logprobs", [-2], [-1, 0, None]),
         ("prompt_logprobs", [-2], [-1, 0, None]),
         ("stop_token_ids", [(-1,), ("a",)], [(), (5,), [5]]),
-        ("stop", [("",), ("a", "")], [(), ("a",), "a"]))),
+        ("stop", [("",), ("a", ""), 3, ["a", 3]], [(), ("a",), "a"]),
+        ("bad_words", ["x", [" "]], [["x"]]), ("bad_words_ids", [[3], [[]]], [[[3]]]))),
     *((EngineConfig, name, wrong, right) for name, wrong, right in (
         ("max_model_len", [0, -5], [1, None]), ("tree_size", [0], [1]), ("tree_depth", [0], [1]),
         ("device_memory", [0, -1, "0", "lots"], [1, "1GB", None]),

@@ -14,9 +14,6 @@ import pytest
 import torch
 from support.serving import engine_held, wait_until
 from support.tiny import (
-    CASES,
-    add_tokenizer,
-    byte_level,
     generate,
     keep_steady,
     logits_of,
@@ -40,16 +37,6 @@ def llm(pair):
         settings = {"max_model_len": 256, "tree_size": 16, "rule": "coupled"}
         with open_llm(pair.target, draft_model=str(pair.draft), **settings) as llm:
             yield llm
-
-
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
-    """A checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("speaking")
-    tokenizer = byte_level()
-    CASES["llama"].build(0, vocab_size=tokenizer.get_vocab_size()).save_pretrained(path)
-    add_tokenizer(path, tokenizer)
-    return path
 
 
 def assert_logprobs(logprobs, tokens, rows, k):

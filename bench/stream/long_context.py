@@ -60,7 +60,7 @@ class Passes:
         self.runner = Runner(spec, streamer, like.non_layer, like.format, *where, Trace(on=False))
         closes.enter_context(closing(self.runner))
         row_format = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(like.dtype))
-        split = KVSplit.least(spec, context + 1, 1, row_format, 512)
+        split = KVSplit.least(spec, context + 1, 1, row_format, has_card=False)
         split = replace(split, n_on_device=context // _SHARE)
         of_rows = split, spec.n_layers, streamer
         rows = PacedRows(*of_rows, link) if link else FileRows(*of_rows)

@@ -42,16 +42,16 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
     here if loading fails.
     """
     memory = spec.memory
+    on_card = spec.device.type == "cuda"
     with ExitStack() as closes:
-        closes.callback(spec.close)
-        chunk_nbytes = CHUNK
-        if spec.device.type == "cuda":
-            if not spec.plan.is_resident:
-                chunk_nbytes = copy_chunk(spec.device)
+        closes.callback(spec.files.close)
+        is_streamed = on_card and not spec.plan.is_resident
+        chunk_nbytes = copy_chunk(spec.device) if is_streamed else CHUNK
+        if on_card:
             prepare_cuda(spec.plan.budget.device, spec.device, closes)
-        host = closes.enter_context(closing(MemoryTier(register=spec.device.type == "cuda")))
+        host = closes.enter_context(closing(MemoryTier(register=on_card)))
         # Draft and target share the memory pool of captured passes.
-        capture = CudaCapture() if spec.device.type == "cuda" else None
+        capture = CudaCapture() if on_card else None
         runner, draft = _load_models(spec, host, capture, closes, trace, progress, chunk_nbytes)
         shared = spec.ranks.shared_weights(runner, spec.device)
         spec.draft.connect(runner, draft, shared)
@@ -71,11 +71,11 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
             memory.n_sequences,
             state_rows(runner.spec, spec.target.dtype.itemsize),
         )
-        if spec.device.type == "cuda" and not spec.plan.is_resident:
+        if is_streamed:
             reserved = spec.plan.reserved
             draft_nbytes = max(reserved.draft - spec.draft.weights_nbytes(spec.plan), 0)
             _gather_memory(reserved.cache + reserved.scratch + draft_nbytes, spec.device)
-        is_captured = spec.device.type == "cpu" or spec.ranks.pipeline == 1
+        is_captured = not on_card or spec.ranks.pipeline == 1
         notices = (
             _REFUSED if host.is_refused else "",
             "" if is_captured else "passes of a pipeline are not captured as CUDA graphs",
@@ -145,8 +145,16 @@ def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimat
     """Measure pass times; plain decoding needs none."""
     moved = spec.pass_bytes
     machine = MachineProfile((("disk", 1.0), ("host", 1.0)), 1.0)
-    if spec.memory.limits.n_nodes > 1:
-        machine = _machine(spec, runner)
+    memory = spec.memory
+    n_nodes = memory.limits.n_nodes
+    if n_nodes > 1:
+        longest = memory.max_model_len - 2
+        if spec.plan.split is not None:  # measured with all rows on the device
+            longest = min(longest, spec.plan.split.n_on_device - n_nodes - 1)
+        disk = spec.files.disk if spec.device.type == "cpu" else None
+        if moved.disk_experts is not None and spec.files.experts is not None:
+            disk = spec.files.experts
+        machine = profile.pass_profile(runner, moved, (n_nodes, longest), disk)
     host = None if runner.experts is None else runner.experts.host
     if moved.experts is not None and host is not None:
         host.is_on = True  # the pass times exclude the host's computation
@@ -157,16 +165,3 @@ def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimat
     draft_nbytes = spec.draft.weights_nbytes(spec.plan)
     view_rows = spec.draft.drafting.view_rows or None
     return CostEstimator(machine, moved, draft_nbytes, view_rows, experts)
-
-
-def _machine(spec: EngineSpec, runner: Runner) -> MachineProfile:
-    memory = spec.memory
-    split = spec.plan.split
-    moved = spec.pass_bytes
-    longest = memory.max_model_len - 2
-    if split is not None:  # measured with all rows on the device
-        longest = min(longest, split.n_on_device - memory.limits.n_nodes - 1)
-    disk = spec.files.disk if spec.device.type == "cpu" else None
-    if moved.disk_experts is not None and spec.files.experts is not None:
-        disk = spec.files.experts
-    return profile.pass_profile(runner, moved, (memory.limits.n_nodes, longest), disk)

@@ -24,26 +24,18 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "cuda" and not torch.cuda.is_available():
         need = "a CUDA device that torch can use"
-        raise DeviceError(
-            "--device=cuda", need=need, have=_cuda_problem(), change="use --device=cpu"
-        )
+        have = _cuda_problem()
+        raise DeviceError("--device=cuda", need=need, have=have, change="use --device=cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    _expand_segments()
-    extension.missing()
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _expand_segments() -> None:
-    """Enable expandable segments, unless the allocator is set or CUDA has started.
-
-    Fragmentation would count against a tight memory cap. The driver of WSL refuses such memory
-    (pytorch/pytorch 192330).
-    """
+    # Fragmentation would count against a tight memory cap, but CUDA may have started. The driver of
+    # WSL refuses expandable segments (pytorch/pytorch 192330).
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    is_set = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    is_set = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
     if not (has_begun or is_set or "microsoft" in platform.release().lower()):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    extension.missing()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _cuda_problem() -> str:
@@ -57,8 +49,7 @@ def _cuda_problem() -> str:
 
 def device_notice(asked: str, device: torch.device) -> str:
     """Return a notice if --device auto selects the CPU although the machine has a GPU."""
-    gpus = cards() if asked == "auto" and device.type == "cpu" else []
-    if not gpus:
+    if asked != "auto" or device.type != "cpu" or not (gpus := cards()):
         return ""
     return (
         f"computing on the CPU: there is a {gpus[0]}, but torch can use {_cuda_problem()}; --device"
@@ -82,22 +73,21 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
         free_nbytes, _ = torch.cuda.mem_get_info(device)  # excludes the context of this process
     most = max(free_nbytes - DRIVER, 0)
     available = max(less_margin(free_nbytes) - is_unified * spare, 0)
-    device_nbytes = _checked(config.device_nbytes, "--device-memory", available, most)
-    host_nbytes = _checked(config.host_nbytes, "--host-memory", spare, memory_limit())
     return MemoryBudget(
-        device_nbytes, host_nbytes, LIBRARIES, has_card=True, is_unified=is_unified,
-        buffers=READ_BUFFERS, most=most,
+        _checked(config.device_nbytes, "--device-memory", available, most),
+        _checked(config.host_nbytes, "--host-memory", spare, memory_limit()),
+        LIBRARIES, has_card=True, is_unified=is_unified, buffers=READ_BUFFERS, most=most,
     )  # fmt: skip
 
 
 def _checked(asked: int | None, flag: str, default: int, limit: int) -> int:
-    if asked is not None and asked > limit:
-        need = format_size(asked)
-        have = format_size(limit)
-        raise CapacityError(
-            f"{flag} is more than there is", need=need, have=have, change=f"lower {flag}"
-        )
-    return default if asked is None else asked
+    if asked is None:
+        return default
+    if asked > limit:
+        problem = f"{flag} is more than there is"
+        sizes = {"need": format_size(asked), "have": format_size(limit)}
+        raise CapacityError(problem, **sizes, change=f"lower {flag}")
+    return asked
 
 
 def prepare_cuda(nbytes: int, device: torch.device, closes: ExitStack) -> None:
@@ -112,9 +102,7 @@ def prepare_cuda(nbytes: int, device: torch.device, closes: ExitStack) -> None:
     closes.callback(torch.cuda.set_per_process_memory_fraction, before, device)
     torch.cuda.set_per_process_memory_fraction(min(nbytes / total_nbytes, 1.0), device)
     products = torch.backends.cuda.matmul
-    for name in (
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_reduced_precision_reduction",
-    ):
+    for dtype in ("bf16", "fp16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
         closes.callback(setattr, products, name, getattr(products, name))
         setattr(products, name, False)

@@ -48,21 +48,15 @@ def fixed_rounding(config: EngineConfig, draft: Sizes | None, can_round: bool) -
         return draft.rounding
     can_round = can_round and draft is not None and draft.spec.supports_self_draft
     if rounding not in ("auto", "none") and not can_round:
-        raise SettingsError(
-            f"--draft-quantize {rounding}",
-            need="an unquantised draft model of a native family, without --learn-draft",
-            have="none" if draft is None else f"a draft model of type {draft.spec.family}",
-            change="omit --draft-quantize",
-        )
+        problem = f"--draft-quantize {rounding}"
+        need = "an unquantised draft model of a native family, without --learn-draft"
+        have = "none" if draft is None else f"a draft model of type {draft.spec.family}"
+        raise SettingsError(problem, need=need, have=have, change="omit --draft-quantize")
     return "none" if not can_round else None if rounding == "auto" else rounding
 
 
 def plan_draft(
-    config: EngineConfig,
-    draft: Sizes | None,
-    can_round: bool,
-    has_card: bool,
-    fit: Fit,
+    config: EngineConfig, draft: Sizes | None, can_round: bool, has_card: bool, fit: Fit
 ) -> PlannedDraft:
     """Select the weight format of the draft model, and plan memory by `fit`.
 
@@ -79,21 +73,19 @@ def plan_draft(
 
 
 def _fastest(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
-    """Return the format with the least estimated time per expected token."""
-    error: CapacityError | None = None
+    errors = list[CapacityError]()
     fitting = list[PlannedDraft]()
     for rounding in _AUTO:
         sizes = draft.rounded(rounding)
         try:
             fitting.append(PlannedDraft(sizes, fit(sizes, config)))
-        except CapacityError as too_small:
-            error = error or too_small
+        except CapacityError as error:
+            errors.append(error)
             continue
         if fitting[-1].memory.plan.is_resident:
             break
     if not fitting:
-        assert error is not None, "every format was tried"
-        raise error
+        raise errors[0]
     per_token = _cost_per_token(fitting, config.max_num_seqs, draft.nbytes)
     best = min(range(len(fitting)), key=per_token.__getitem__)
     return fitting[best if per_token[best] < (1 - _LEAST_GAIN) * per_token[0] else 0]
@@ -120,7 +112,6 @@ def _cost_per_token(
 
 
 def _level_nbytes(plan: PlannedDraft, plain_nbytes: int) -> int:
-    """Return the bytes of device memory that a draft level moves."""
     sizes = plan.sizes
     assert sizes is not None, "a draft model is planned"
     n_rows = plan.memory.limits.n_nodes / plan.memory.limits.n_levels

@@ -71,22 +71,22 @@ class DraftSpec:
         if self.drafting.learning != "off":
             self._check_learning()
         draft = self.checkpoint
-        if draft is not None:
-            sizes = Sizes.of_checkpoint(draft, self.dtype)
-            if self.drafting.learning == "off":
-                return sizes.rounded(self.drafting.rounding)
-            nbytes = learning_nbytes(draft.spec, draft.dtype, self.target.device)
-            return replace(sizes, view_nbytes=sizes.view_nbytes + nbytes)
-        if not self.copies_target:
-            return None
-        return self._copies_sizes()
+        if draft is None:
+            return self._copies_sizes() if self.copies_target else None
+        sizes = Sizes.of_checkpoint(draft, self.dtype)
+        if self.drafting.learning == "off":
+            return sizes.rounded(self.drafting.rounding)
+        nbytes = learning_nbytes(draft.spec, draft.dtype, self.target.device)
+        return replace(sizes, view_nbytes=sizes.view_nbytes + nbytes)
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.checkpoint is not None and self.checkpoint.format.name == "dense"
 
     @property
     def can_round(self) -> bool:
         """Whether the weights are unquantised and remain unchanged."""
-        draft = self.checkpoint
-        is_plain = draft is not None and draft.format.name == "dense"
-        return is_plain and self.drafting.learning == "off"
+        return self._is_plain and self.drafting.learning == "off"
 
     def rounded(self, rounding: str) -> "DraftSpec":
         """Return the specification with the draft model in a format of `weights.rounding`."""
@@ -95,9 +95,8 @@ class DraftSpec:
     def _check_learning(self) -> None:
         draft = self.checkpoint
         resources = self.drafting.type.resources
-        can_learn = resources.needs_model and resources.view is None
-        is_plain = draft is not None and draft.format.name == "dense"
-        if draft is None or not (can_learn and draft.spec.supports_training and is_plain):
+        can_learn = resources.needs_model and resources.view is None and self._is_plain
+        if draft is None or not (can_learn and draft.spec.supports_training):
             need = "unquantised weights of a whole draft model, of a native family, and trees by it"
             change = "leave it out, or set such a --draft-model"
             raise SettingsError("--learn-draft", need=f"{need} alone", change=change)
@@ -105,12 +104,10 @@ class DraftSpec:
     def _copies_sizes(self) -> Sizes:
         target = self.target.checkpoint
         if target.format.name != "dense":
-            raise SettingsError(
-                f"--drafter={self.drafting.name}",
-                need="unquantised weights",
-                have=f"weights of format {target.format.name}",
-                change="write them by `offload-rt convert --dequantize`, or set a draft model",
-            )
+            problem = f"--drafter={self.drafting.name}"
+            have = f"weights of format {target.format.name}"
+            change = "write them by `offload-rt convert --dequantize`, or set a draft model"
+            raise SettingsError(problem, need="unquantised weights", have=have, change=change)
         sizes = Sizes.of_copies(target.spec, [layer.layout.tensors for layer in target.layers])
         return replace(sizes, view_nbytes=Sizes.of_checkpoint(target, COPY_DTYPE).view_nbytes)
 
@@ -118,12 +115,10 @@ class DraftSpec:
         """Raise CapacityError if a self-drafting target would be streamed for each draft level."""
         n_streamed = len(plan.tiers) - plan.tiers.count("device")
         if self.drafting.type.resources.view is not None and n_streamed:
-            raise CapacityError(
-                f"--drafter={self.drafting.name}",
-                need="all layers on the device",
-                have=f"{n_streamed} of {len(plan.tiers)} elsewhere",
-                change="raise --device-memory, or use another drafter",
-            )
+            problem = f"--drafter={self.drafting.name}"
+            have = f"{n_streamed} of {len(plan.tiers)} elsewhere"
+            change = "raise --device-memory, or use another drafter"
+            raise CapacityError(problem, need="all layers on the device", have=have, change=change)
 
     def open(self, settings: ReadSettings) -> DiskTier | None:
         """Open the files of the draft model for loading."""
@@ -147,12 +142,8 @@ class DraftSpec:
         if draft is None or files is None:
             return None
         sources = loader.resident(draft, files, self.drafting.rounding)
-        return self._runner(loader, draft, sources)
-
-    def _runner(self, loader: Loader, draft: Checkpoint, sources: LayerSources) -> Runner:
         # The trace shows draft passes as levels of a tree; layers would flood it.
-        trace = Trace(on=False)
-        return loader.runner(draft.spec, draft.format, self.dtype.torch, sources, trace)
+        return loader.runner(draft, self.dtype.torch, sources, Trace(on=False))
 
     def build_copies(self, loader: Loader, sources: LayerSources, stored: DiskTier) -> Runner:
         """Load a self-drafting target: its resident layers and copies of its streamed layers."""
@@ -166,8 +157,8 @@ class DraftSpec:
                 layer = loader.reader(stored, i)()
             resident.put(i, rounded(layer, COPIES, loader.device))
         copies = LayerSources(resident, (None,) * len(sources.streamed), 0)
-        spec = self.target.checkpoint.spec
-        return loader.runner(spec, dense.Format(), COPY_DTYPE.torch, copies, Trace(on=False))
+        model = replace(self.target.checkpoint, format=dense.Format())
+        return loader.runner(model, COPY_DTYPE.torch, copies, Trace(on=False))
 
     def connect(
         self, target: Runner, draft: Runner | None, shared: LayerWeights | SharedWeights
@@ -242,22 +233,17 @@ class DraftSpec:
         with ExitStack() as closes:
             files = closes.enter_context(closing(open_files(draft, ReadSettings(), device)))
             resident = closes.enter_context(closing(MemoryTier()))
-            _fill_with_zeros(resident, self._layouts(files), device)
+            layouts = [files.layout(i) for i in range(draft.spec.n_layers + 1)]
+            if (rounding := self.drafting.rounding) != "none":
+                layouts = [rounded_layout(layout.tensors, rounding) for layout in layouts]
+            _fill_with_zeros(resident, layouts, device)
             loader = Loader(device, resident, closes)
             sources = LayerSources(resident, (None,) * draft.spec.n_layers, 0)
-            runner = self._runner(loader, draft, sources)
+            runner = loader.runner(draft, self.dtype.torch, sources, Trace(on=False))
             if device.type == "cuda":
                 shape = GraphShape(2 * n_rows, 2 * n_rows + 1, n_rows)
                 capture_passes(runner, shape, CudaCapture())
             return median(profile.seconds_of_passes(runner, [(n_rows, n_rows)] * _N_TIMES))
-
-    def _layouts(self, files: DiskTier) -> list[Layout]:
-        assert self.checkpoint is not None
-        layouts = [files.layout(i) for i in range(self.checkpoint.spec.n_layers + 1)]
-        rounding = self.drafting.rounding
-        if rounding == "none":
-            return layouts
-        return [rounded_layout(layout.tensors, rounding) for layout in layouts]
 
 
 def _fill_with_zeros(tier: MemoryTier, layouts: Sequence[Layout], device: torch.device) -> None:

@@ -32,15 +32,6 @@ _PROMPT_ROWS = 2 ** np.arange(5, 15)
 _PLAIN = PlainDecoding()
 
 
-@dataclass(frozen=True)
-class Event:
-    """New tokens of a sequence in a step, and its finish reason; None while it runs."""
-
-    id: int
-    token_ids: list[int]
-    finish_reason: str | None
-
-
 @contextmanager
 def _failing_alone(sequence: Sequence) -> Iterator[None]:
     """Finish a single sequence with the error of its own work; memory errors concern all."""
@@ -71,18 +62,16 @@ class Engine(SequencePool):
         self._pauses = Pauses(self.cost)
         self._predicted: dict[Sequence, list[TopTokens]] = {}  # at prompts of the current pass
 
-    def step(self) -> list[Event]:
+    def step(self) -> bool:
         """Run a pass: every running sequence grows by at least one token.
 
+        Returns whether sequences run or wait afterwards.
         If device memory runs out, trees and chunks shrink, then the newest sequence is preempted,
         and the pass is repeated. A sequence that does not fit alone, or whose logits, text or
         sampling fail, finishes with that error. Raises errors that concern all sequences.
         """
         self._admit()
-        n_before = {running.id: len(running.sequence.tokens) for running in self._running}
-        while batch := [
-            running for running in self._running if running.sequence.finish_reason is None
-        ]:
+        while batch := [running for running in self._running if not running.is_finished]:
             try:
                 self._pass(batch)
                 break
@@ -93,14 +82,9 @@ class Engine(SequencePool):
                 for running in batch:
                     self.runner.discard(running.cache)
             self._shrink(batch)
-        events = []
-        for running in list(self._running):
-            sequence = running.sequence
-            new_tokens = sequence.tokens[n_before[running.id] :]
-            events.append(Event(running.id, new_tokens, sequence.finish_reason))
-            if sequence.finish_reason is not None:
-                self._finish(running)
-        return events
+        for running in [running for running in self._running if running.is_finished]:
+            self._finish(running)
+        return bool(self._running or self._waiting)
 
     def decode_plainly(self, sequence: Sequence) -> None:
         """Generate a sequence without drafting, while no other sequence runs."""
@@ -138,15 +122,12 @@ class Engine(SequencePool):
         are_finite = self.runner.finish(logits)
         meter.computed()
         states = self.runner.tapped
-        n_new = [
-            self._verify(*results)
-            for results in zip(decoding, trees, logits, states, are_finite, strict=False)
-        ]
-        for (running, n), prompt_states in zip(
-            prompts.items(), states[len(decoding) :], strict=True
-        ):
+        results = zip(decoding, trees, logits, states, are_finite, strict=False)
+        n_new = [self._verify(*result) for result in results]
+        prompt_states = states[len(decoding) :]
+        for (running, n), prompt_state in zip(prompts.items(), prompt_states, strict=True):
             first = self.runner.n_committed(running.cache)
-            self.drafter.observe(running.sequence, first, [prompt_states])
+            self.drafter.observe(running.sequence, first, [prompt_state])
             self.runner.commit(running.cache, range(n))
         self.n_passes += 1
         times = meter.finish(sum(n_new), sum(len(tree.topology) for tree in trees))
@@ -159,9 +140,8 @@ class Engine(SequencePool):
 
     def _draft(self, decoding: list[RunningSequence]) -> list[DraftTree]:
         """Propose a tree per sequence; all trees share the nodes of a pass."""
-        n_nodes = min(
-            self.scheduler.share(len(decoding)), *(running.n_nodes for running in decoding)
-        )
+        sizes = [running.n_nodes for running in decoding]
+        n_nodes = min(self.scheduler.share(len(decoding)), *sizes)
         sequences = [running.sequence for running in decoding]
         has_drafts = not self.drafter.may_pause or self._pauses.drafts(sequences)
         trees = (self.drafter if has_drafts else _PLAIN).propose(sequences, n_nodes)
@@ -198,16 +178,20 @@ class Engine(SequencePool):
         return tokens[self.runner.rewind(running.cache, tokens[:-1]) : -1]
 
     def _tree_step(self, running: RunningSequence, tree: DraftTree) -> Step:
-        """Return the step that computes missing tokens and the tree."""
         if running.sequence.grammar is not None:
             running.sequence.grammar.start_masks(tree.candidates().paths())
         missing = self._missing_tokens(running)
         tokens = torch.tensor([*missing, running.sequence.cache_ids[-1], *tree.tokens[1:].tolist()])
         step = self._step(running, tokens, tree.topology.after_chain(len(missing)), len(missing))
-        if missing and self.drafter.reads_prompt and step.read is None:
-            n_read = min(len(missing), self._cheap_rows())
-            step = replace(step, read=self._predictions_reader(running), n_read=n_read)
-        return step
+        if not (missing and self.drafter.reads_prompt and step.read is None):
+            return step
+        parts = self._predicted[running.sequence] = list[TopTokens]()
+
+        def record(logits: Tensor) -> None:
+            if (top := top_tokens(logits, self.drafter.n_predicted)) is not None:
+                parts.append(top)
+
+        return replace(step, read=record, n_read=min(len(missing), self._cheap_rows()))
 
     def _step(
         self, running: RunningSequence, tokens: Tensor, topology: Topology, n_chain: int
@@ -245,16 +229,6 @@ class Engine(SequencePool):
         def record(logits: Tensor) -> None:
             with _failing_alone(sequence):
                 sequence.read(logits, k)
-
-        return record
-
-    def _predictions_reader(self, running: RunningSequence) -> Callable[[Tensor], None]:
-        """Return the recorder of the target's predictions at a prompt, for the drafter."""
-        parts = self._predicted[running.sequence] = list[TopTokens]()
-
-        def record(logits: Tensor) -> None:
-            if (top := top_tokens(logits, self.drafter.n_predicted)) is not None:
-                parts.append(top)
 
         return record
 
@@ -345,9 +319,8 @@ class Engine(SequencePool):
     def _shrink(self, batch: list[RunningSequence]) -> None:
         """Reduce the memory of the next attempt, in order: prefixes, trees, chunks, sequences."""
         self.reset_prefix_cache()
-        is_minimal = (
-            all(running.n_nodes == 1 for running in batch) and not self.runner.shrink_chunks()
-        )
+        n_nodes = max(running.n_nodes for running in batch)
+        is_minimal = n_nodes == 1 and not self.runner.shrink_chunks()
         if is_minimal and len(batch) > 1:
             self._preempt(batch[-1])
         elif is_minimal:
@@ -356,14 +329,11 @@ class Engine(SequencePool):
             change = "lower --device-memory, which leaves more to others, or --max-model-len"
             batch[0].sequence.fail(DeviceError(problem, need=need, change=change))
         self._probs = None
-        n_nodes = max(running.n_nodes for running in batch)
         for running in batch:
             running.n_nodes = max(running.n_nodes // 2, 1)
         if n_nodes > 1 and not self._has_shrunk:
             self._has_shrunk = True
-            print(
-                f"device memory ran out: trees shrink to {n_nodes // 2} nodes; lower --tree-size",
-                file=sys.stderr,
-            )
+            notice = f"device memory ran out: trees shrink to {n_nodes // 2} nodes"
+            print(f"{notice}; lower --tree-size", file=sys.stderr)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
             torch.cuda.empty_cache()

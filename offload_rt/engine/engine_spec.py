@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -56,10 +57,6 @@ class EngineSpec:
         """Device of all models."""
         return self.target.device
 
-    def close(self) -> None:
-        """Close the target's files."""
-        self.files.close()
-
 
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EngineSpec:
     """Plan an engine. Raises CapacityError if the memory budgets are too small.
@@ -83,24 +80,23 @@ def _faster(
 ) -> EngineSpec:
     """Choose between a plan and the plan with weights divided by outputs; close the slower."""
     ranks = by_inputs.ranks
-    device = by_inputs.device
     with ExitStack() as closes:
-        closes.callback(by_inputs.close)
+        closes.callback(by_inputs.files.close)
         try:
             exact = replace(ranks, is_exact=True)
             by_outputs = _plan(config, checkpoint, drafting, exact)
         except (CapacityError, UnsupportedModelError):  # on all ranks
             closes.pop_all()
             return by_inputs
-        closes.callback(by_outputs.close)
-        dtype = by_inputs.target.dtype.torch
-        gbps = [profile.memory_gbps(dtype, device, n) for n in (1, by_inputs.memory.limits.n_nodes)]
+        closes.callback(by_outputs.files.close)
+        rate = partial(profile.memory_gbps, by_inputs.target.dtype.torch, by_inputs.device)
+        gbps = rate(), rate(by_inputs.memory.limits.n_nodes)
         slower, faster = sorted(
             (by_inputs, by_outputs),
             key=lambda spec: -ranks.token_seconds(spec.target, spec.memory, spec.files.disk, gbps),
         )
         closes.pop_all()
-    slower.close()
+    slower.files.close()
     link = faster.target.link
     if link.notice and slower.target.link.is_converted and not link.is_converted:
         notice = (
@@ -160,25 +156,24 @@ def _arithmetic(
     """Return the arithmetic of products. Raises SettingsError if nothing can round its inputs."""
     rounds = config.activations == "int8"
     if rounds:
-        problem = "--activations int8"
-        if device.type != "cpu" or dtype not in cpu.DTYPES:
-            need, have = "a model on the CPU in 16 or 32 bits", f"{device.type} in {dtype}"
-            raise SettingsError(problem, need=need, have=have, change="set --device and --dtype")
         matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
         need = ""
-        if cpu.library() is None:
+        have, change = "none", "remove it"
+        if device.type != "cpu" or dtype not in cpu.DTYPES:
+            need = "a model on the CPU in 16 or 32 bits"
+            have, change = f"{device.type} in {dtype}", "set --device and --dtype"
+        elif cpu.library() is None:
             need = "the CPU library, which is built with a C++ compiler"
         elif not any(matrix.has_integers for matrix in matrices):
             need = "weights of quantised GGUF types or int8"
         if need:
-            raise SettingsError(problem, need=need, have="none", change="remove it")
+            raise SettingsError("--activations int8", need=need, have=have, change=change)
     return Arithmetic(config.torch_products, rounds)
 
 
 def _planned(
     config: EngineConfig, draft: DraftSpec, budget: MemoryBudget, ranks: RanksSpec
 ) -> EngineSpec:
-    """Plan memory for a given transfer format, and open the target's files."""
     target = draft.target
     budget = target.with_buffers(budget)
 

@@ -9,6 +9,7 @@ from offload_rt.config import EngineConfig
 from offload_rt.cost.pass_times import transfer_s
 from offload_rt.engine.link_rates import measured_rates
 from offload_rt.errors import CheckpointError, DeviceError, SettingsError
+from offload_rt.models.architecture import Architecture
 from offload_rt.offload.mirrors import Mirrors
 from offload_rt.offload.placement import LinkSizes
 from offload_rt.offload.sidecar import open_sidecar
@@ -67,9 +68,8 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
     is_asked = config.link_format == "lossless"
     is_auto = config.link_format == "auto"
     if config.pipeline > 1 and is_asked:
-        raise SettingsError(
-            "--link-format=lossless with --pipeline", change="leave one of them out"
-        )
+        problem = "--link-format=lossless with --pipeline"
+        raise SettingsError(problem, change="leave one of them out")
     is_divided = isinstance(checkpoint.spec, TensorParallelModel)
     directory = sidecar_of(checkpoint, config.sidecar)
     is_raw = is_divided and not is_asked and not (is_auto and directory.is_dir())
@@ -77,17 +77,17 @@ def choose_link(config: EngineConfig, checkpoint: Checkpoint, device: torch.devi
         return LinkFormat()
     if is_raw:
         directory = sidecar_of(checkpoint, config.sidecar, "raw")
-    elsewhere = _sidecars_elsewhere(directory) if is_divided and not directory.is_dir() else ""
-    if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or elsewhere))):
+    others = _other_sidecars(directory) if is_divided and not directory.is_dir() else ""
+    if not (is_asked or directory.is_dir() or (is_auto and (config.sidecar or others))):
         return LinkFormat()
     try:
         if is_raw:
-            layers = zip(_opened(checkpoint, directory, elsewhere), checkpoint.layers, strict=True)
+            layers = zip(_opened(checkpoint, directory, others), checkpoint.layers, strict=True)
             return LinkFormat(layers=tuple(sidecar.raw_block(layer) for sidecar, layer in layers))
-        link = _encoded(config, checkpoint, directory, device, elsewhere)
+        link = _encoded(config, checkpoint, directory, device, others)
         return _faster(link, config, checkpoint, device) if is_auto and link.sidecar else link
     except (CheckpointError, DeviceError, SettingsError) as problem:
-        if is_asked or not (directory.is_dir() or elsewhere):
+        if is_asked or not (directory.is_dir() or others):
             raise
         return LinkFormat(notice=f"weights are transferred raw: {problem.for_command_line}")
 
@@ -100,13 +100,11 @@ def _faster(
     Decoding counts in full: the same processor or GPU computes the passes.
     """
     assert link.sidecar is not None and link.sizes is not None, "the link reads a sidecar"
-    rates = measured_rates(
-        checkpoint, link.sidecar, device, Mirrors.from_setting(config.mirror, checkpoint.layers)
-    )
+    mirrors = Mirrors.from_setting(config.mirror, checkpoint.layers)
+    rates = measured_rates(checkpoint, link.sidecar, device, mirrors)
     nbytes = sum(layer.encoded.layout.nbytes for layer in link.sidecar)
     raw_s = transfer_s(10**9, rates.link_gbps)
-    share = sum(link.sizes.layer_nbytes) / nbytes
-    link_s = share * raw_s
+    link_s = sum(link.sizes.layer_nbytes) / nbytes * raw_s
     decode_s = transfer_s(10**9, rates.decode_gbps)
     figures = (
         f"1 GB of weights needs {link_s:.2f} s on a link of {rates.link_gbps:.2f} GB/s and"
@@ -126,50 +124,41 @@ def as_they_are(
 
 
 def _encoded(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    directory: Path,
-    device: torch.device,
-    elsewhere: str,
+    config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str
 ) -> LinkFormat:
-    is_asked = config.link_format == "lossless"
     on_card = device.type == "cuda"
     if checkpoint.format.name != "dense":
-        problem = "--link-format=lossless"
-        raise SettingsError(
-            problem, need="unquantised weights", have=checkpoint.format.name, change="leave it out"
-        )
+        need = "unquantised weights"
+        have = checkpoint.format.name
+        raise SettingsError("--link-format=lossless", need=need, have=have, change="leave it out")
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
         raise DeviceError(problem, change="use --link-format=raw")
+    is_asked = config.link_format == "lossless"
     if is_asked and on_card and not (config.sidecar or directory.is_dir()):
-        encoded = tuple(estimate(layer) for layer in checkpoint.layers)
+        encoded = tuple(map(estimate, checkpoint.layers))
         return LinkFormat(encodes=True, sizes=_sizes(checkpoint, encoded, on_card))
-    sidecar = _opened(checkpoint, directory, elsewhere)
-    nbytes = (
-        layer.encoded.nbytes if on_card else layer.encoded.payload_nbytes for layer in sidecar
-    )
-    return LinkFormat(sidecar, sizes=_sizes(checkpoint, tuple(nbytes), on_card))
+    sidecar = _opened(checkpoint, directory, others)
+    layers = [layer.encoded for layer in sidecar]
+    nbytes = tuple(layer.nbytes if on_card else layer.payload_nbytes for layer in layers)
+    return LinkFormat(sidecar, sizes=_sizes(checkpoint, nbytes, on_card))
 
 
-def _opened(checkpoint: Checkpoint, directory: Path, elsewhere: str) -> tuple[SidecarLayer, ...]:
+def _opened(checkpoint: Checkpoint, directory: Path, others: str) -> tuple[SidecarLayer, ...]:
     if not directory.is_dir():
-        flags = (
-            convert_flags(s.size, s.is_exact)
-            if isinstance(s := checkpoint.spec, TensorParallelModel)
-            else ""
-        )
-        change = f"run `offload-rt convert{flags}` first, or use --link-format=raw"
-        raise CheckpointError(f"no sidecar in {directory}", have=elsewhere, change=change)
+        change = f"run `{convert_command(checkpoint.spec)}` first, or use --link-format=raw"
+        raise CheckpointError(f"no sidecar in {directory}", have=others, change=change)
     return open_sidecar(checkpoint, directory)
 
 
-def convert_flags(size: int, is_exact: bool) -> str:
-    """Return the flags of `offload-rt convert` for the shards of `size` ranks."""
-    return f" --ranks {size}{' --exact-parallel' if is_exact else ''}"
+def convert_command(spec: Architecture) -> str:
+    """Return the command that converts a model, or all shards of a rank's model."""
+    if not isinstance(spec, TensorParallelModel):
+        return "offload-rt convert"
+    return f"offload-rt convert --ranks {spec.size}{' --exact-parallel' if spec.is_exact else ''}"
 
 
-def _sidecars_elsewhere(directory: Path) -> str:
+def _other_sidecars(directory: Path) -> str:
     """Return the names of sidecars for a different number of ranks or sharding."""
     names = (path.name for path in directory.parent.parent.glob("*"))
     return ", ".join(sorted(name for name in names if name.startswith(("lossless", "raw-"))))

@@ -109,11 +109,8 @@ def decode_gbps(layer: SidecarLayer, device: torch.device) -> float:
     block = host_block(sum(chunks[-1][i] for i in (0, 3)))
     encoded.write_table(block)
     content = block.numpy()
-    with layer.payload.path.open("rb") as file:
-        file.seek(layer.payload.start)
-        content[encoded.table_nbytes :] = np.fromfile(
-            file, np.uint8, len(content) - encoded.table_nbytes
-        )
+    payload = content[encoded.table_nbytes :]
+    payload[:] = np.fromfile(layer.payload.path, np.uint8, len(payload), offset=layer.payload.start)
     nbytes = int(encoded.chunks[n]["target"]) if n < len(encoded.chunks) else encoded.layout.nbytes
     if device.type == "cuda":
         on_card = block.to(device)

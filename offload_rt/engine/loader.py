@@ -10,7 +10,6 @@ import torch
 
 from offload_rt.executor.rank_runner import runner_type
 from offload_rt.executor.runner import Runner
-from offload_rt.models.architecture import Architecture
 from offload_rt.offload.copy_device import CHUNK, CopyDevice
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
@@ -23,7 +22,6 @@ from offload_rt.offload.tier import done_ahead, read_parallel
 from offload_rt.system.numa import Cpus
 from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import Checkpoint
-from offload_rt.weights.formats import WeightFormat
 from offload_rt.weights.layout import BlockRecord, PackedLayer, host_block
 from offload_rt.weights.rounding import rounded
 
@@ -53,13 +51,10 @@ class Block(NamedTuple):
 
 
 def open_files(
-    checkpoint: Checkpoint,
-    settings: ReadSettings,
-    device: torch.device,
-    mirrors: Mirrors = NO_MIRRORS,
+    model: Checkpoint, settings: ReadSettings, device: torch.device, mirrors: Mirrors = NO_MIRRORS
 ) -> DiskTier:
     """Open all weights of a model for loading, packed on a GPU."""
-    return DiskTier(checkpoint.blocks, settings, device.type == "cuda", mirrors)
+    return DiskTier(model.blocks, settings, device.type == "cuda", mirrors)
 
 
 @dataclass(frozen=True)
@@ -79,9 +74,7 @@ class Loader:
     loaded: Callable[[int], None] | None = None
     chunk_nbytes: int = CHUNK
 
-    def resident(
-        self, checkpoint: Checkpoint, files: DiskTier, rounding: str = "none"
-    ) -> LayerSources:
+    def resident(self, checkpoint: Checkpoint, files: DiskTier, rounding: str) -> LayerSources:
         """Load a whole model to the device: its layers, then the remaining weights."""
         tier = self.new_tier()
 
@@ -114,8 +107,7 @@ class Loader:
             if block.tier in tiers:
                 same.setdefault((block.tier, block.tensors), []).append(block)
         with closing(done_ahead((work(equal[0]) for equal in same.values()), "loads")) as images:
-            for equal in same.values():
-                image = next(images)
+            for equal, image in zip(same.values(), images, strict=True):
                 for block in equal:
                     tiers[block.tier].put(block.i, image)
 
@@ -136,14 +128,10 @@ class Loader:
         return read
 
     def runner(
-        self,
-        spec: Architecture,
-        format: WeightFormat,
-        dtype: torch.dtype,
-        sources: LayerSources,
-        trace: Trace,
+        self, model: Checkpoint, dtype: torch.dtype, sources: LayerSources, trace: Trace
     ) -> Runner:
         """Construct the runner; the last resident block holds the weights outside the layers."""
+        spec = model.spec
         rest = sources.resident.image(spec.n_layers)
         streamer: Streamer
         if self.device.type == "cuda":
@@ -151,7 +139,6 @@ class Loader:
             streamer = CudaStreamer(sources, trace, copies)
         else:
             streamer = ThreadStreamer(sources, trace)
-        weights = format.view(rest.layout, rest.block, dtype)
-        runner = runner_type(spec)(spec, streamer, weights, format, self.device, dtype, trace)
-        self.closes.enter_context(closing(runner))
-        return runner
+        weights = model.format.view(rest.layout, rest.block, dtype)
+        runner = runner_type(spec)(spec, streamer, weights, model.format, self.device, dtype, trace)
+        return self.closes.enter_context(closing(runner))

@@ -69,30 +69,26 @@ def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, 
 
 
 def _draft_nbytes(draft: Sizes, max_len: int, n_nodes: int, n: int) -> int:
-    """Return the bytes of a draft model: weights, cache, activations."""
+    spec = draft.spec
     itemsize = draft.dtype.itemsize
-    cache = _cache_nbytes(
-        draft.spec, draft_rows(max_len, n_nodes), ROWS_PER_NODE * n_nodes, itemsize, n
-    )
-    scratch = draft.view_nbytes + draft.spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
-    if draft.spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
+    n_rows = draft_rows(max_len, n_nodes)
+    cache = _cache_nbytes(spec, n_rows, ROWS_PER_NODE * n_nodes, itemsize, n)
+    scratch = draft.view_nbytes + spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
+    if spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
         rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
-        scratch += (
-            draft.spec.scratch_nbytes(rows, 0, itemsize)
-            + 4 * rows * draft.spec.hidden_size * itemsize
-        )
+        scratch += spec.scratch_nbytes(rows, 0, itemsize) + 4 * rows * spec.hidden_size * itemsize
     return draft.nbytes + cache + scratch
 
 
 def graphs_nbytes(models: Sequence[Sizes], n_nodes: int) -> int:
     """Return the bytes of captured passes: a common pool, and the logits of each model."""
     n = max_captured_rows(n_nodes)
-    pools = (
-        model.view_nbytes + model.spec.scratch_nbytes(n, n, model.dtype.itemsize)
-        for model in models
-    )
-    logits = (n * model.spec.vocab_size * model.dtype.itemsize for model in models)
-    return max(pools, default=0) + sum(logits)
+    pool = logits = 0
+    for model in models:
+        itemsize = model.dtype.itemsize
+        pool = max(pool, model.view_nbytes + model.spec.scratch_nbytes(n, n, itemsize))
+        logits += n * model.spec.vocab_size * itemsize
+    return pool + logits
 
 
 def cache_rows(max_len: int, max_nodes: int) -> int:
@@ -146,7 +142,6 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan placement, context length and tree limits for memory budgets.
 
-
     A mixture has whole layers, or experts as separate blocks. The division with fewer bytes per
     plain decoding pass is used.
     Raises CapacityError if the budgets are too small, UnsupportedModelError if the target cannot
@@ -158,22 +153,19 @@ def plan_memory(
         whole = memory.plan()
     if whole is not None and whole.plan.is_resident:
         return whole
+
+    def moved(plan: MemoryPlan) -> int:
+        return sum(plan.plan.pass_bytes.at(0, config.max_num_seqs).values())
+
     divided = memory.target.by_expert()
     if divided is not None and divided.experts is not None:
         # Experts on demand need less than whole layers: their error names the least budget.
         with suppress(CapacityError) if whole is not None else nullcontext():
             by_expert = replace(memory, target=divided).plan_experts()
-            is_less = whole is None or (
-                by_expert is not None and _moved(by_expert, config) < _moved(whole, config)
-            )
-            if by_expert is not None and is_less:
+            if by_expert is not None and (whole is None or moved(by_expert) < moved(whole)):
                 return by_expert
     # The error of whole layers names the missing bytes.
     return whole or memory.plan()
-
-
-def _moved(memory: MemoryPlan, config: EngineConfig) -> int:
-    return sum(memory.plan.pass_bytes.at(0, config.max_num_seqs).values())
 
 
 @dataclass(frozen=True)
@@ -214,7 +206,7 @@ class _Memory:
         fits = self.fits_whole(together(shortest), self.config.tree_size or 1)
         needed = self.whole if fits else self.divided
         plain = needed(together(shortest), 1)
-        least_plain = least_budget(target.layer_nbytes, plain, target.link)
+        least_plain = self._least(plain)
         limits = self.drafting.limits(
             self.config,
             lambda nodes: needed(together(shortest), nodes).total - plain.total,
@@ -228,8 +220,7 @@ class _Memory:
             n_rows = together(max_len) + n * state_rows(target.spec, self.dtype.itemsize)
             cache = n_rows * target.spec.kv_nbytes(self.dtype.itemsize)
             reserved = needed(together(max_len), limits.n_nodes)
-            nbytes = least_budget(target.layer_nbytes, reserved, target.link)
-            return max(nbytes, int(cache / _CACHE_SHARE))
+            return max(self._least(reserved), int(cache / _CACHE_SHARE))
 
         longer = range(shortest + 1, limit + 1) if asked is None and fits else ()
         max_len = shortest + bisect_right(longer, self.budget.device, key=least)
@@ -264,11 +255,9 @@ class _Memory:
     def whole(self, max_len: int, n_nodes: int) -> ReservedMemory:
         """Return the bytes besides layers, with all KV rows on the device."""
         spec = self.target.spec
-        n = self.config.max_num_seqs
         has_card = self.budget.has_card
-        reserved = reserved_memory(
-            self.target, self.draft, self.dtype, has_card, max_len, n_nodes, n
-        )
+        models = self.target, self.draft, self.dtype
+        reserved = reserved_memory(*models, has_card, max_len, n_nodes, self.config.max_num_seqs)
         # Selecting rows for a view needs a layer's rows, and about as many bytes again.
         n_rows = self._view_rows(max_len, n_nodes) + 2 * max_len // spec.n_layers
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.drafting.view_rows else 0
@@ -316,11 +305,10 @@ class _Memory:
         kv_limit = self.config.kv_nbytes
         needed = (self.whole if is_whole else self.divided)(max_len, n_nodes)
         if kv_limit is not None and kv_limit < needed.cache:
+            problem = "--kv-memory is too small"
             need = f"{format_size(needed.cache)} ({needed.cache} bytes) at least"
             change = "raise it, or lower --max-model-len or --tree-size"
-            raise CapacityError(
-                "--kv-memory is too small", need=need, have=format_size(kv_limit), change=change
-            )
+            raise CapacityError(problem, need=need, have=format_size(kv_limit), change=change)
         if is_whole:
             plan = place_layers(self.target.layer_nbytes, needed, self.budget, self.target.link)
             experts = self.target.experts
@@ -337,7 +325,7 @@ class _Memory:
         spec = self.target.spec
         rows = RowFormat(spec.n_kv_heads, spec.head_dim, self.dtype, self.config.kv_dtype == "fp8")
         n_rows = cache_rows(max_len, n_nodes)
-        return KVSplit.least(spec, n_rows, n_nodes, rows, CHUNK_ROWS, self.budget.has_card)
+        return KVSplit.least(spec, n_rows, n_nodes, rows, self.budget.has_card)
 
     def _least(self, reserved: ReservedMemory) -> int:
         return least_budget(self.target.layer_nbytes, reserved, self.target.link)
@@ -352,12 +340,10 @@ class _Memory:
         more = self._bytes(max_len, split).host if self.budget.has_card else 0
         budget = self._with_buffers(more).budget
         if budget.host < budget.buffers:
-            raise CapacityError(
-                "the host memory budget is too small for keys and values",
-                need=f"{format_size(budget.buffers)} at least",
-                have=format_size(budget.host),
-                change="raise --host-memory or --device-memory, or lower --max-model-len",
-            )
+            problem = "the host memory budget is too small for keys and values"
+            need = f"{format_size(budget.buffers)} at least"
+            change = "raise --host-memory or --device-memory, or lower --max-model-len"
+            raise CapacityError(problem, need=need, have=format_size(budget.host), change=change)
         reserved = self._reserved(max_len, split)
         link = self.target.link
         return replace(place_layers(self.target.layer_nbytes, reserved, budget, link), split=split)

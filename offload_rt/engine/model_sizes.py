@@ -1,8 +1,9 @@
 """Sizes of a model in memory, from its checkpoint or from its architecture alone."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from offload_rt.cost.roofline import n_weights
 from offload_rt.dtypes import DType
@@ -64,40 +65,37 @@ class Sizes:
             return None
         if self.divided is not None:
             return self.divided()
+        layers = list(self.layer_nbytes)
         nbytes = {i: _expert_nbytes(self, i) for i in mixture.layers}
-        layers = tuple(
-            layer - nbytes.get(i, 0) * mixture.n_experts
-            for i, layer in enumerate(self.layer_nbytes)
-        )
+        for i, expert_nbytes in nbytes.items():
+            layers[i] -= expert_nbytes * mixture.n_experts
         experts = ExpertSizes(mixture, max(nbytes.values()))
-        return replace(self, layer_nbytes=layers, experts=experts)
+        return replace(self, layer_nbytes=tuple(layers), experts=experts)
 
     def rounded(self, rounding: str) -> "Sizes":
         """Return the sizes after quantisation while loading, see `weights.rounding`."""
         if rounding == self.rounding:
             return self
-        spec = self.spec
         dtype = self.dtype
 
-        def layout(tensors: Sequence[TensorShape]) -> Layout:
-            plain = ((name, shape, dtype) for name, shape in tensors)
-            return rounded_layout(plain, rounding)
+        def layout(tensors: Iterable[TensorShape]) -> Layout:
+            return rounded_layout(((name, shape, dtype) for name, shape in tensors), rounding)
 
-        layouts = {layer: layout(layer) for layer in _kinds(spec)}
-        non_layer = layout(spec.non_layer_tensors())
-        blocks = (*layouts.values(), non_layer)
+        layers = _layer_layouts(self.spec, layout)
+        non_layer = layout(self.spec.non_layer_tensors())
+        blocks = (*layers, non_layer)
         heads = tuple(non_layer.matrices.values())
         head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
         plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * dtype.itemsize
         return replace(
             self,
-            layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
+            layer_nbytes=tuple(layer.nbytes for layer in layers),
             non_layer_nbytes=non_layer.nbytes,
             view_nbytes=max(self.view_nbytes, _scratch_nbytes(blocks, dtype, True)),
             host_view_nbytes=max(self.host_view_nbytes, _scratch_nbytes(blocks, dtype, False)),
             rounding=rounding,
             head_share=head_nbytes / plain_nbytes if heads else 1.0,
-            matrix=_largest(layouts.values()),
+            matrix=_largest(layers),
         )
 
     @classmethod
@@ -142,21 +140,23 @@ class Sizes:
             tensors = ((part.name, part.shape, part.dtype or dtype) for part in parts)
             return packed_layout(tensors, matrices)
 
-        layouts = {layer: layout(layer) for layer in _kinds(spec)}
+        layers = _layer_layouts(spec, layout)
         return cls(
             spec=spec,
-            layer_nbytes=tuple(layouts[spec.layer_tensors(i)].nbytes for i in range(spec.n_layers)),
+            layer_nbytes=tuple(layer.nbytes for layer in layers),
             non_layer_nbytes=n_weights(spec.non_layer_tensors()) * dtype.itemsize,
             dtype=dtype,
-            view_nbytes=_scratch_nbytes(layouts.values(), dtype, True),
-            host_view_nbytes=_scratch_nbytes(layouts.values(), dtype, False),
-            matrix=_largest(layouts.values()),
+            view_nbytes=_scratch_nbytes(layers, dtype, True),
+            host_view_nbytes=_scratch_nbytes(layers, dtype, False),
+            matrix=_largest(layers),
         )
 
 
-def _kinds(spec: Architecture) -> Iterable[tuple[TensorShape, ...]]:
-    """Return the tensors of each kind of layer: most layers of a model are equal."""
-    return dict.fromkeys(map(spec.layer_tensors, range(spec.n_layers)))
+def _layer_layouts(
+    spec: Architecture, layout: Callable[[Iterable[TensorShape]], Layout]
+) -> list[Layout]:
+    """Return the layout of each layer, computed once per kind: most layers are equal."""
+    return list(map(cache(layout), map(spec.layer_tensors, range(spec.n_layers))))
 
 
 def _largest(layouts: Iterable[Layout]) -> Matrix | None:
@@ -174,12 +174,11 @@ def _expert_nbytes(sizes: Sizes, i: int) -> int:
     """Return the bytes of an expert of layer i; other tensors are not quantised."""
     spec = sizes.spec
     assert spec.mixture is not None
-    owners = spec.expert_names(i)
-    tensors = spec.layer_tensors(i)
+    names = spec.expert_names(i).keys()
     rest = [
         tensor
-        for tensor in tensors
-        if not owners.keys() & {tensor.name, tensor.name.rpartition(".")[0]}
+        for tensor in spec.layer_tensors(i)
+        if not names & {tensor.name, tensor.name.rpartition(".")[0]}
     ]
     rest_nbytes = n_weights(rest) * sizes.dtype.itemsize
     return (sizes.layer_nbytes[i] - rest_nbytes) // spec.mixture.n_experts

@@ -53,7 +53,7 @@ class Stats:
         sums = sequence.stats
         n_new = sequence.n_new
         times = [pass_times for pass_times, _, _ in sums.passes]
-        n_passes = sums.n_passes
+        n_passes = len(times)
         seconds = times[-1].ended - times[0].started
         link_nbytes = sum(pass_times.link_nbytes for pass_times in times)
         link_s = sum(pass_times.link_busy_s for pass_times in times)
@@ -61,7 +61,7 @@ class Stats:
         n_decoding = len(decoding)
         expected = sum(n for _, n, _ in decoding)
         produced = sum(n for _, _, n in decoding)
-        predicted_s = sum(pass_times.predicted_s or 0.0 for pass_times, _, _ in decoding)
+        predicted_s = sum(pass_times.predicted_s or 0.0 for pass_times in times)
         measured_s = sum(pass_times.ended - pass_times.started for pass_times, _, _ in decoding)
         return cls(
             n_tokens=n_new,
@@ -122,11 +122,11 @@ class Output:
         return [self, *self.others]
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence, index: int = 0) -> "Output":
+    def from_sequence(cls, sequence: Sequence, index: int, prompt: str | None) -> "Output":
         """Create the output of a finished sequence."""
         n = sequence.n_prompt
         sampling = sequence.sampling
-        logprobs = [entry for entry in sequence.logprobs[n:] if entry]
+        logprobs = list(filter(None, sequence.logprobs[n:]))
         return cls(
             prompt_token_ids=sequence.tokens[:n],
             token_ids=sequence.tokens[n:],
@@ -137,6 +137,7 @@ class Output:
             logprobs=None if sampling.logprobs is None else logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else sequence.logprobs[:n],
             index=index,
+            prompt=prompt,
             stop_reason=sequence.stop_reason,
         )
 
@@ -180,44 +181,37 @@ class Request:
     _n_returned: Counter[int] = field(default_factory=Counter, init=False)
 
     @property
-    def is_done(self) -> bool:
-        """Whether all sequences have finished. Raises the error of a failed sequence."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                raise sequence.error
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
-
-    @property
     def output(self) -> Output:
         """All answers, after the end."""
         first, *others = (
-            replace(Output.from_sequence(sequence, i), prompt=self.prompt)
+            Output.from_sequence(sequence, i, self.prompt)
             for i, sequence in enumerate(self.sequences)
         )
         return replace(first, others=tuple(others))
 
     def pieces(self) -> list[Piece]:
-        """Return the new tokens of each sequence since the last call. Raises as `is_done` does."""
+        """Return the new tokens since the last call. Raises the error of a failed sequence."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                raise sequence.error
         pieces = []
-        is_done = self.is_done
         for i, sequence in enumerate(self.sequences):
             if sequence.n_new > self._n_returned[i]:
                 pieces.append(_new_piece(sequence, self._n_returned[i], i))
                 self._n_returned[i] = sequence.n_new
-        if pieces and is_done:
+        if pieces and all(sequence.finish_reason for sequence in self.sequences):
             pieces[-1] = replace(pieces[-1], output=self.output)
         return pieces
 
 
 def _new_piece(sequence: Sequence, n_returned: int, index: int) -> Piece:
-    """Return the piece after the first `n_returned` tokens of a sequence's answer."""
     stream = sequence.text
     first = sequence.n_prompt + n_returned
     has_prompt = n_returned == 0 and sequence.sampling.prompt_logprobs is not None
     return Piece(
         stream.take(final=sequence.finish_reason is not None) if stream else "",
         sequence.tokens[first:],
-        logprobs=[entry for entry in sequence.logprobs[first:] if entry],
+        logprobs=list(filter(None, sequence.logprobs[first:])),
         prompt_logprobs=sequence.logprobs[:first] if has_prompt else [],
         index=index,
         verified_in=Pass(*sequence.stats.last, sequence.stats.passes[-1][0]),

@@ -32,7 +32,6 @@ class PassMeter:
     def drafted(self) -> None:
         """Mark the end of drafting."""
         self._drafted = time.perf_counter()
-        self._draft_s = self._drafted - self._started
         self._trace.add(DRAFT, "tree", self._started, self._drafted)
 
     def predict(self, steps: Sequence[Step], n_trees: int, has_prompt: bool) -> None:
@@ -40,9 +39,10 @@ class PassMeter:
         self._n_rows = sum(step.n_rows for step in steps)
         self._context = max(self._runner.n_committed(step.cache) for step in steps)
         self._n_trees = n_trees
+        self._draft_s = self._drafted - self._started
         rows = np.array([self._n_rows])
-        seconds = self._cost.seconds(rows, self._context, self._draft_s, n_trees)
-        self._predicted_s = None if has_prompt else float(seconds[0])
+        (seconds,) = self._cost.seconds(rows, self._context, self._draft_s, n_trees).tolist()
+        self._predicted_s = None if has_prompt else seconds
 
     def computed(self) -> None:
         """Mark the end of the forward pass."""

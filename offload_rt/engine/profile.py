@@ -139,7 +139,7 @@ def pass_profile(
     is_streamed = bool(runner.streamer.order)
     stored = (runner.format.name, runner.format.arithmetic)
     model = (runner.spec, *stored, runner.dtype, str(runner.device), rows, is_streamed)
-    key = hashlib.sha256(repr((*processor(), torch.__version__, *model)).encode()).hexdigest()[:24]
+    key = _hashed(*processor(), torch.__version__, *model)
     known = read_cached(_PASSES, _PASSES_VERSION)
     seconds = tuple(map(tuple, known.get(key, ())))
     compute = ComputeTimes(*_grid(*rows), seconds)
@@ -166,13 +166,17 @@ def pass_profile(
 
 def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     """Read the cached statistics of a checkpoint with `n_slots` slots; `closes` saves them."""
-    key = hashlib.sha256(repr((target, n_slots)).encode()).hexdigest()[:24]
+    key = _hashed(target, n_slots)
     counts = read_cached(_EXPERTS, 1).get(key)
     bias = ExpertsBias.restore(*counts) if counts else ExpertsBias()
     closes.callback(
         lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()})
     )
     return bias
+
+
+def _hashed(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
@@ -182,19 +186,17 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
     have been prefetched, so they do not count.
     """
     order = runner.streamer.order
-    arrived = []
     seconds = 0.0
-    n_prefetched = min(3, len(order) - 1)
-    started = _now(runner)
-    with closing(runner.streamer.sweep()) as sweep:
-        for block in sweep if order else ():
-            if block.i in order:
-                arrived.append(_now(runner))
-            if len(arrived) == n_prefetched + n_layers:
-                break
     if order:
-        begun = arrived[n_prefetched - 1] if n_prefetched else started
-        seconds = max(arrived[-1] - begun, 1e-9) * len(order) / (len(arrived) - n_prefetched)
+        n_prefetched = min(3, len(order) - 1)
+        moments = [_now(runner)]
+        with closing(runner.streamer.sweep()) as sweep:
+            for _ in islice(
+                (block for block in sweep if block.i in order), n_prefetched + n_layers
+            ):
+                moments.append(_now(runner))
+        timed_s = max(moments[-1] - moments[n_prefetched], 1e-9)
+        seconds = timed_s * len(order) / (len(moments) - 1 - n_prefetched)
     return nbytes / runner.sum_over_stages(seconds) / 1e9
 
 
@@ -204,7 +206,6 @@ def _grid(n_rows: int, max_context: int) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def _still_holds(runner: Runner, compute: ComputeTimes) -> bool:
-    """Return whether the current time of few rows is close to the cached time."""
     width = compute.widths[:2][-1]
     context = compute.contexts[0]
     (now,) = seconds_of_passes(runner, [(width, context)])

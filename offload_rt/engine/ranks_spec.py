@@ -24,7 +24,7 @@ from offload_rt.cost.tree_size import Acceptance, select_tree
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
 from offload_rt.engine.draft_spec import DraftSpec
-from offload_rt.engine.link import convert_flags
+from offload_rt.engine.link import convert_command
 from offload_rt.engine.memory_plan import SHORTEST_CONTEXT, MemoryPlan, reserved_memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.target_spec import TargetFiles, TargetSpec
@@ -55,7 +55,7 @@ class DraftChoice:
     memory: MemoryPlan | None
     max_model_len: int
     n_nodes: int
-    is_in_memory: bool
+    is_in_memory: int
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,12 @@ class RanksSpec:
         Raises SettingsError if ranks or drafter do not support a pipeline.
         """
         ranks = self._pipeline_ranks(checkpoint, drafting)
-        spec = checkpoint.spec
-        parts = divisible(spec)
+        parts = divisible(checkpoint.spec)
         sizes = Sizes.of_checkpoint(checkpoint, dtype)
         n_rows = config.max_model_len or SHORTEST_CONTEXT
-        stage = _stage(checkpoint, range(spec.n_layers), ranks)
-        non_layer_nbytes = Sizes.of_checkpoint(stage, dtype).non_layer_nbytes
-        target = replace(sizes, non_layer_nbytes=non_layer_nbytes)
+        whole = _stage(checkpoint, range(checkpoint.spec.n_layers), ranks)
+        stage = Sizes.of_checkpoint(whole, dtype)
+        target = replace(sizes, non_layer_nbytes=stage.non_layer_nbytes)
         draft = None
         if drafting.draft is not None:
             draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
@@ -117,8 +116,8 @@ class RanksSpec:
         rooms = ranks.all_gather(torch.tensor([[on_device, with_host]])).view(-1, 2)
         held = _held_nbytes(sizes, parts, n_rows, dtype)
         device_rooms, all_rooms = rooms.T.tolist()
-        rooms_used = device_rooms if sum(device_rooms) >= sum(held) else all_rooms
-        owned = divide_layers(held, rooms_used)[ranks.rank]
+        is_resident = sum(device_rooms) >= sum(held)
+        owned = divide_layers(held, device_rooms if is_resident else all_rooms)[ranks.rank]
         layers = range(parts[owned.start].start, parts[owned.stop - 1].stop)
         return replace(_stage(checkpoint, layers, ranks), whole=checkpoint)
 
@@ -157,9 +156,8 @@ class RanksSpec:
         drafting = draft.drafting
         if ranks is None or drafting.draft is None:
             return [draft]
-        must_be_whole = (
-            bool(drafting.draft.spec.taps) or drafting.learning != "off" or self.pipeline > 1
-        )
+        is_learning = drafting.learning != "off"
+        must_be_whole = bool(drafting.draft.spec.taps) or is_learning or self.pipeline > 1
         if must_be_whole and self.split_draft == "on":
             need = "a whole draft model that does not learn, and no --pipeline"
             raise SettingsError("--split-draft=on", need=need, change="leave it out")
@@ -185,20 +183,14 @@ class RanksSpec:
         Options without disk traffic have priority. A step drafts the deepest tree, in equal levels.
         """
         assert self.ranks is not None, "a single process has a single option"
-        plans = list[MemoryPlan | None]()
-        values = list[int]()
+        choices = []
         for draft in options:
             plan = None
+            values = 0, 0, False
             with suppress(CapacityError):
                 plan = fit(draft)
-            sizes = (plan.max_model_len, plan.limits.n_nodes) if plan else (0, 0)
-            values += (*sizes, plan is not None and "disk" not in plan.plan.tiers)
-            plans.append(plan)
-        least = iter(self.ranks.least(*values))
-        choices = [
-            DraftChoice(draft, plan, next(least), next(least), bool(next(least)))
-            for draft, plan in zip(options, plans, strict=True)
-        ]
+                values = plan.max_model_len, plan.limits.n_nodes, "disk" not in plan.plan.tiers
+            choices.append(DraftChoice(draft, plan, *map(int, self.ranks.least(*values))))
         fitting = (
             [choice for choice in choices if choice.is_in_memory]
             or [choice for choice in choices if choice.n_nodes]
@@ -213,8 +205,7 @@ class RanksSpec:
 
     def any_reads_disk(self, plan: Plan) -> bool:
         """Return whether some rank streams layers from disk."""
-        tiers_in_memory = int("disk" not in plan.tiers)
-        return self.ranks is not None and not self.ranks.least(tiers_in_memory)[0]
+        return self.ranks is not None and not self.ranks.least("disk" not in plan.tiers)[0]
 
     def token_seconds(
         self, target: TargetSpec, memory: MemoryPlan, disk: Any, product_gbps: Sequence[float]
@@ -240,9 +231,9 @@ class RanksSpec:
         trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
         return select_tree(trees.values, limits, slowest_s).token_s
 
-    def reading_notice(self, target: TargetSpec, files: TargetFiles) -> str:
+    @staticmethod
+    def reading_notice(target: TargetSpec, files: TargetFiles) -> str:
         """Return a notice if reading the shards from disk wastes much bandwidth."""
-        assert self.ranks is not None
         disk = files.disk
         layers = range(target.checkpoint.spec.n_layers)
         needed = sum(map(disk.nbytes, layers))
@@ -251,9 +242,8 @@ class RanksSpec:
             return ""
         return (
             "layers are read from the disk with gaps between a rank's parts, in"
-            f" {read / needed:.1f} times their bytes;"
-            f" offload-rt convert{convert_flags(self.ranks.size, self.is_exact)} writes files"
-            " without it"
+            f" {read / needed:.1f} times their bytes; {convert_command(target.checkpoint.spec)}"
+            " writes files without it"
         )
 
     # Computation
@@ -319,10 +309,11 @@ def _total_pass_bytes(plan: Plan, ranks: Ranks) -> PassBytes:
 def _step_seconds(choices: Sequence[DraftChoice]) -> list[float]:
     """Measure the seconds of drafting and verifying the deepest tree, per draft placement."""
     fitting = [(choice, choice.memory) for choice in choices if choice.memory]
-    levels_s = [
-        choice.draft.level_seconds(-(-choice.n_nodes // memory.limits.n_levels))
-        for choice, memory in fitting
-    ]
+    drafting_s = []
+    for choice, memory in fitting:
+        n_levels = memory.limits.n_levels
+        level_s = choice.draft.level_seconds(-(-choice.n_nodes // n_levels))
+        drafting_s.append((n_levels - 1) * level_s)
     torch.cuda.empty_cache()
     target = choices[0].draft.target
     machine = MachineProfile((), 1.0)
@@ -333,10 +324,6 @@ def _step_seconds(choices: Sequence[DraftChoice]) -> list[float]:
         # Without a GPU host and device are the same memory.
         host = gbps if target.device.type == "cpu" else profile.upload_gbps(target.device)
         machine = MachineProfile((("disk", disk), ("host", host)), gbps)
-    drafting_s = [
-        (memory.limits.n_levels - 1) * level_s
-        for level_s, (_, memory) in zip(levels_s, fitting, strict=True)
-    ]
     return [
         pass_time(machine, memory.plan.pass_bytes, choice.n_nodes, between_s=seconds)
         for seconds, (choice, memory) in zip(drafting_s, fitting, strict=True)

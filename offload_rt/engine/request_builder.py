@@ -4,7 +4,8 @@ from collections import abc
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from numbers import Integral
 from operator import index
 from pathlib import Path
@@ -111,9 +112,8 @@ class RequestBuilder:
         """
         params = self._completed(SamplingParams() if params is None else params)
         if params.n > 1 and not params.temperature and not allows_equal:
-            need = "a temperature above 0"
             have = "greedy decoding, which has one answer"
-            raise SettingsError(f"n is {params.n}", need=need, have=have)
+            raise SettingsError(f"n is {params.n}", need="a temperature above 0", have=have)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings", need="a tokenizer", have="a checkpoint without one")
         content = self._content(prompt)
@@ -149,17 +149,17 @@ class RequestBuilder:
     def check_prompt(self, prompt: EncodedPrompt | abc.Sequence[int]) -> None:
         """Raise PromptError or CapacityError for a prompt that cannot be continued."""
         ids = prompt.ids if isinstance(prompt, ImagePrompt) else prompt
-        if not ids:
+        n = len(ids)
+        if not n:
             raise PromptError("the prompt is empty", need="at least one token", change="add text")
-        if len(ids) >= self.max_model_len:
+        if n >= self.max_model_len:
             limit = "the model's positions"
             change = "shorten it"
             if self.has_more_positions:
                 limit = "--max-model-len"
                 change += ", or raise --max-model-len and --device-memory"
             need = f"at most {self.max_model_len - 1} tokens, one fewer than {limit}"
-            have = str(len(ids))
-            raise CapacityError("the prompt is too long", need=need, have=have, change=change)
+            raise CapacityError("the prompt is too long", need=need, have=str(n), change=change)
         wrong = self._unknown_id(ids)
         if wrong is not None:
             need = f"ids from 0 to {self._model.vocab_size - 1}"
@@ -197,18 +197,17 @@ class RequestBuilder:
             have = type(params).__name__
             raise SettingsError("sampling_params", need="SamplingParams", have=have)
         words = [ids for word in params.bad_words for ids in self._bad_word_ids(word)]
-        params = replace(
-            params, **params.left_to(self.defaults),
-            bad_words=(), bad_words_ids=(*params.bad_words_ids, *words),
-        )  # fmt: skip
+        words = [*params.bad_words_ids, *words]
+        values = params.left_to(self.defaults)
+        params = replace(params, **values, bad_words=(), bad_words_ids=tuple(words))
         self._check_token_ids(params)
         return params
 
     def _bad_word_ids(self, word: str) -> Iterator[tuple[int, ...]]:
         """Encode a bad word at the start of a text, and after a space if that differs."""
-        tokenizer = self._needed_tokenizer
-        plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        encode_word = partial(self._needed_tokenizer.encode, add_special_tokens=False)
+        plain = encode_word(word.lstrip())
+        spaced = encode_word(" " + word.lstrip())
         if not plain:
             raise SettingsError(f"bad word {word!r}", need="a token", have="none")
         yield tuple(plain)
@@ -223,7 +222,7 @@ class RequestBuilder:
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids,
-            "bad_words": [token for word in params.bad_words_ids for token in word],
+            "bad_words": chain.from_iterable(params.bad_words_ids),
         }
         for name, ids in ids_by_name.items():
             wrong = self._unknown_id(ids)
@@ -248,10 +247,9 @@ class RequestBuilder:
         names = [name for name in _KEYS if fields.get(name) is not None]
         unknown = sorted(fields.keys() - {*_KEYS})
         if not names or unknown:
-            raise PromptError(
-                "the prompt", need='"prompt" or "prompt_token_ids"',
-                have=", ".join(map(repr, unknown)) or "neither", change="use one of these keys",
-            )  # fmt: skip
+            need = '"prompt" or "prompt_token_ids"'
+            have = ", ".join(map(repr, unknown)) or "neither"
+            raise PromptError("the prompt", need=need, have=have, change="use one of these keys")
         content = fields[names[0]]
         return self._with_images(content, media) if media else content
 
@@ -289,16 +287,14 @@ class RequestBuilder:
             text = None
             if self.tokenizer is not None:
                 text = TextStream(self.tokenizer, ids, params.stop, params.skip_special_tokens)
-            sequence = Sequence(
+            sequences.append(Sequence(
                 [*ids], replace(params, n=1, seed=seed), self.max_model_len, self._end_ids, text,
                 grammar and grammar.copy(), copy(bad_words), images=images,
-            )  # fmt: skip
-            sequences.append(sequence)
+            ))  # fmt: skip
         return sequences
 
 
 def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts from a single prompt or a sequence."""
     if isinstance(prompts, list | tuple):
         is_single = bool(prompts) and isinstance(prompts[0], Integral)
     else:
@@ -308,15 +304,12 @@ def _as_list(prompts: Prompt | abc.Sequence[Prompt]) -> list[Prompt]:
 
 
 def _encoded(prompt: Any) -> EncodedPrompt:
-    """Return the token ids of a list, array or tensor. Raises PromptError for other types."""
     if isinstance(prompt, ImagePrompt):
         return prompt
     try:
         if isinstance(prompt, bytes):
             raise TypeError("a text is a str")
-        return [
-            index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-        ]
+        return list(map(index, prompt.tolist() if hasattr(prompt, "tolist") else prompt))
     except TypeError as error:
         need = "a text, or whole numbers as a list, an array or a tensor"
         have = f"{type(prompt).__name__} ({error})"

@@ -22,6 +22,11 @@ class RunningSequence:
     n_nodes: int
     share: KVShare | None = None
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.sequence.finish_reason is not None
+
 
 @dataclass(frozen=True)
 class Scheduler:
@@ -59,8 +64,7 @@ class Scheduler:
         rows = [sequence.longest - 1 + n_nodes for sequence in new]
         if self.split is not None:
             shares = [running.share for running in present if running.share is not None]
-            shares += [self.split.share(n, n_nodes) for n in rows]
-            if not self.split.fits(shares):
+            if not self.split.fits(shares + [self.split.share(n, n_nodes) for n in rows]):
                 return False
         n_rows = sum(running.n_rows for running in present) + sum(rows)
         n_rows += self.state_rows * (len(present) + len(new) - self.n_states)
@@ -188,9 +192,9 @@ class SequencePool:
         Log-probabilities and embeddings of the prompt need all rows computed.
         """
         matches: list[tuple[RunningSequence | None, int]] = [(None, 0)]
-        has_logprobs = sequence.sampling.prompt_logprobs is not None
-        needs_all_rows = has_logprobs or sequence.pooling is not None
-        for running in () if needs_all_rows else (*self._running, *self._kept):
+        if sequence.sampling.prompt_logprobs is not None or sequence.pooling is not None:
+            return matches[0]
+        for running in (*self._running, *self._kept):
             n_cached = self.runner.n_committed(running.cache)
             if running in self._running and self.prompt_seconds is None:
                 n_cached = len(running.sequence.tokens) - 1  # after the next pass

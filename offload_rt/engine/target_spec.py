@@ -98,9 +98,8 @@ class TargetSpec:
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes with whole layers."""
-        sizes = Sizes.of_checkpoint(self.checkpoint, self.dtype)
         return replace(
-            sizes,
+            Sizes.of_checkpoint(self.checkpoint, self.dtype),
             layer_nbytes=_block_nbytes(self.checkpoint.layers, self.is_packed),
             link=self.link.sizes,
             divided=self._sizes_by_expert,
@@ -147,22 +146,18 @@ class TargetSpec:
         """Raise CapacityError if layers on disk would have to be encoded during loading."""
         n_on_disk = plan.tiers.count("disk")
         if self.link.encodes and n_on_disk:
-            raise CapacityError(
-                "--link-format=lossless without a sidecar",
-                need="all layers in memory",
-                have=f"{n_on_disk} of {len(plan.tiers)} on disk",
-                change=f"{_CONVERT}, raise --host-memory, or use --link-format=raw",
-            )
+            problem = "--link-format=lossless without a sidecar"
+            have = f"{n_on_disk} of {len(plan.tiers)} on disk"
+            change = f"{_CONVERT}, raise --host-memory, or use --link-format=raw"
+            raise CapacityError(problem, need="all layers in memory", have=have, change=change)
 
     def open(self, plan: Plan, reads_disk: bool) -> TargetFiles:
         """Open the files of a placement. Measures the disk's best read settings once."""
-        layers = self.checkpoint.layers
-        settings = profile.read_settings(layers) if reads_disk else ReadSettings()
         checkpoint = self.checkpoint
-        images = None
+        settings = profile.read_settings(checkpoint.layers) if reads_disk else ReadSettings()
+        images = experts = None
         if self.streams_images:
             images = DiskTier(checkpoint.images[1:], settings, mirrors=self.mirrors)
-        experts = None
         disk: DiskTier | SidecarTier
         if plan.experts is not None and (divided := checkpoint.by_expert()) is not None:
             checkpoint, records = divided
@@ -177,16 +172,14 @@ class TargetSpec:
     def loaded_nbytes(self, plan: Plan, files: TargetFiles, stored: DiskTier) -> int:
         """Return the bytes that `load` and `build` read; `stored` is the checkpoint."""
         sources = {"device": stored, "host": files.disk if self.link.sidecar else stored}
-        nbytes = sum(
-            sources[tier].nbytes(i) for i, tier in enumerate(self._tiers(plan)) if tier != "disk"
-        )
+        blocks = ((sources.get(tier), i) for i, tier in enumerate(self._tiers(plan)))
+        nbytes = sum(source.nbytes(i) for source, i in blocks if source is not None)
         experts = files.experts
         if experts is not None and self.device.type == "cuda" and not plan.pass_bytes.disk_experts:
             nbytes += sum(map(experts.nbytes, range(len(experts.blocks))))
         return nbytes
 
     def _tiers(self, plan: Plan) -> tuple[str, ...]:
-        """Return the tier of each block of the checkpoint."""
         n_streamed = len(self.checkpoint.images[1:]) if self.streams_images else 0
         n_resident = len(self.checkpoint.blocks) - len(plan.tiers) - n_streamed
         return (*plan.tiers, *["device"] * n_resident, *["disk"] * n_streamed)
@@ -196,8 +189,7 @@ class TargetSpec:
     ) -> LayerSources:
         """Load the weights that the placement keeps in memory."""
         resident = loader.new_tier()
-        checkpoint = files.checkpoint
-        blocks = zip(self._tiers(plan), checkpoint.blocks, strict=True)
+        blocks = zip(self._tiers(plan), files.checkpoint.blocks, strict=True)
 
         def work(block: Block) -> Callable[[], PackedLayer]:
             if block.tier == "host" and self.link.encodes:
@@ -223,34 +215,30 @@ class TargetSpec:
         tiers = {"device": None, "host": loader.host, "disk": files.disk}
         streamed = tuple(tiers[name] for name in current.tiers)
         encoded: dict[int, EncodedLayer] = {}
-        for i, tier in enumerate(streamed):
-            if tier is None or self.device.type != "cuda":
-                continue
+        on_card = self.device.type == "cuda"
+        for i in (i for i, tier in enumerate(streamed) if tier is not None and on_card):
             image = loader.host.image(i) if self.link.encodes else None
             if isinstance(image, EncodedImage):
                 encoded[i] = image.encoded
             elif self.link.sidecar:
                 encoded[i] = self.link.sidecar[i].encoded
-        return LayerSources(
-            resident, streamed, current.n_slots, current.n_host_slots, loader.cpus, encoded
-        )
+        slots = current.n_slots, current.n_host_slots
+        return LayerSources(resident, streamed, *slots, loader.cpus, encoded)
 
     def build(
         self, loader: Loader, plan: Plan, files: TargetFiles, sources: LayerSources, trace: Trace
     ) -> Runner:
         """Construct the runner with its caches of off-device KV rows and of experts."""
-        checkpoint = files.checkpoint
-        runner = loader.runner(checkpoint.spec, checkpoint.format, self.dtype.torch, sources, trace)
-        n_layers = checkpoint.spec.n_layers
-        if checkpoint.images:
+        runner = loader.runner(files.checkpoint, self.dtype.torch, sources, trace)
+        if files.checkpoint.images:
             runner.images = self._image_encoder(loader, runner, files, sources.resident)
         if plan.split is not None:
             link = runner.streamer
             rows: HostRows | FileRows
             if isinstance(link, CudaStreamer):
-                rows = HostRows(plan.split, n_layers, link, loader.cpus)
+                rows = HostRows(plan.split, runner.spec.n_layers, link, loader.cpus)
             else:
-                rows = FileRows(plan.split, n_layers, link, files.disk.settings)
+                rows = FileRows(plan.split, runner.spec.n_layers, link, files.disk.settings)
             loader.closes.enter_context(closing(rows))
             runner.memory = HostMemory(runner.spec, runner.dtype, runner.device, rows)
         if files.experts is not None and plan.experts is not None:
@@ -275,8 +263,7 @@ class TargetSpec:
         rest = resident.image(first)
         n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
         streamer = runner.streamer.share_link(sources, IMAGES)
-        weights = view(rest.layout, rest.block)
-        parts = weights, streamer, view, self.device, n_kept, runner.trace
+        parts = view(rest.layout, rest.block), streamer, view, self.device, n_kept, runner.trace
         return loader.closes.enter_context(closing(ImageEncoder(tower, *parts)))
 
 
@@ -300,12 +287,11 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
     """Read and encode layer i. Raises CapacityError if it exceeds the planned bytes."""
     image = encode_layer(loader.reader(stored, i)(), stored.n_parallel)
     if len(image.block) > planned:
-        raise CapacityError(
-            f"layer {i} shrinks less than its sample",
-            need=format_size(len(image.block)),
-            have=f"{format_size(planned)} planned",
-            change=f"{_CONVERT}, or use --link-format=raw",
-        )
+        problem = f"layer {i} shrinks less than its sample"
+        need = format_size(len(image.block))
+        have = f"{format_size(planned)} planned"
+        change = f"{_CONVERT}, or use --link-format=raw"
+        raise CapacityError(problem, need=need, have=have, change=change)
     return image
 
 

@@ -60,7 +60,7 @@ def capture_passes(
     model = ResidentModel(spec, runner.resident_layers(), runner.non_layer, runner.taps)
     capture_pass = capture
     if isinstance(runner, RankRunner):
-        capture_pass = partial(capture_together, capture, runner.ranks)
+        capture_pass = partial(_capture_together, capture, runner.ranks)
     graphs = GraphRunner(model, limit, capture, capture_pass, runner.trace)
     runner.replay = graphs.replay
     # Ranks have separate clocks but must capture equal shapes: nothing is captured in advance.
@@ -117,18 +117,16 @@ class GraphRunner:
         """
         buffer = memory.new_cache(self.limit.n_keys, is_alone=True).buffer
         assert buffer is not None, "all rows are on the device"
-        widths = [
-            width for width in GRAPH_WIDTHS if width <= self._limit_rows and width < buffer.capacity
-        ]
+        limit = min(self._limit_rows, buffer.capacity - 1)
+        widths = [width for width in GRAPH_WIDTHS if width <= limit]
         started = time.perf_counter()
         for width in (*widths[-1:], *widths[:-1]):
             if time.perf_counter() - started > seconds:
                 break
             nodes = torch.arange(width)
-            row_inputs = self.model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
-            rows = PassRows(
-                nodes * 0, nodes, row_inputs, ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
-            )
+            per_row = self.model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
+            mask = ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
+            rows = PassRows(nodes * 0, nodes, per_row, mask)
             for _ in range(2):
                 self.forward(buffer, rows)
 
@@ -137,11 +135,10 @@ class GraphRunner:
         n_tokens = len(step.tokens)
         buffer = cache.buffer
         has_rows = step.n_rows <= self._limit_rows and n_tokens <= self.limit.n_tree_rows
+        has_spare = cache.n_held + n_tokens < cache.capacity
         reads = step.read is not None or step.read_hidden is not None
         has_all_keys = cache.n_seen == cache.n_held and cache.leader is None
-        if buffer is None or reads or not (has_rows and has_all_keys):
-            return None
-        if cache.n_held + n_tokens >= cache.capacity:
+        if buffer is None or reads or not (has_rows and has_spare and has_all_keys):
             return None
         segment = Segment(step, cache, step.n_done, n_tokens, slice(0, step.n_rows))
         inputs = PassRows(
@@ -161,34 +158,27 @@ class GraphRunner:
         """
         n = len(rows.ids)
         if self._logits is None:
-            size = (self._limit_rows, self.model.spec.vocab_size)
-            self._logits = torch.empty(size, dtype=buffer.keys.dtype, device=buffer.keys.device)
-            self._tapped = self._logits.new_empty(
-                size[0], len(self.model.taps), self.model.spec.hidden_size
-            )
+            spec = self.model.spec
+            self._logits = buffer.keys.new_empty(self._limit_rows, spec.vocab_size)
+            tapped = self._limit_rows, len(self.model.taps), spec.hidden_size
+            self._tapped = self._logits.new_empty(tapped)
         logits = self._logits
         if buffer not in self._passes:
             self._passes[buffer] = {}
             buffer.clear(rows.mask.n_keys - n)  # 0 times an uninitialised value may be NaN
         shape = self._rounded(n, rows.mask.n_keys, buffer)
-        _most_recent(
-            self._passes[buffer],
-            shape,
-            lambda: GraphPass(self.model, replace(buffer), shape, logits, self._tapped),
-        ).run(rows, self.capture_pass)
+        new_pass = partial(GraphPass, self.model, replace(buffer), shape, logits, self._tapped)
+        _most_recent(self._passes[buffer], shape, new_pass).run(rows, self.capture_pass)
         if reduce is None:
             return logits[:n]
-        reduction = _most_recent(
-            self._reductions,
-            (shape.n_rows, reduce),
-            lambda: Captured(partial(reduce, logits[: shape.n_rows])),
-        )
+        compute = partial(reduce, logits[: shape.n_rows])
+        key = shape.n_rows, reduce
+        reduction = _most_recent(self._reductions, key, partial(Captured, compute))
         reduction.run(self.capture)
         out: Tensor = reduction.result[:n]
         return out
 
     def _rounded(self, n_rows: int, n_keys: int, buffer: KVBuffer) -> GraphShape:
-        """Return the captured shape for a pass."""
         steps = -(-n_keys // _KEYS)
         # If attention skips absent keys, few shapes serve a growing cache.
         if ops.goes_by_extent(buffer.keys):
@@ -206,7 +196,7 @@ def _most_recent(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]
     return kept[key]
 
 
-def capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
+def _capture_together(capture: Capture, ranks: Ranks, compute: Callable[[], None]) -> Replay:
     """Capture a pass with collectives on all ranks, or on none, as NCCL requires.
 
     Raises OutOfMemoryError if a rank failed.

@@ -75,10 +75,7 @@ class GraphInputs(PassRows):
     def empty(
         cls, shape: GraphShape, example_row: Sequence[Tensor], device: torch.device
     ) -> "GraphInputs":
-        """Allocate inputs.
-
-        example_row  `row_inputs` of the model for a row
-        """
+        """Allocate inputs; `example_row` contains the model's `row_inputs` for a row."""
         n = shape.n_rows
         int32 = DType.INT32
         layout = packed_layout((
@@ -123,11 +120,12 @@ class Captured:
     result  of the latest run that was no replay
     """
 
+    result: Any = None
+    _n_runs = 0
+    _replay: Replay | None = None
+
     def __init__(self, compute: Callable[[], Any]) -> None:
         self._function = compute
-        self._n_runs = 0
-        self._replay: Replay | None = None
-        self.result: Any = None
 
     def run(self, capture: Capture) -> None:
         """Compute. After a failed capture, e.g. without memory, later calls run directly."""
@@ -163,7 +161,6 @@ class GraphPass:
         self._host = GraphInputs.empty(shape, example_row, torch.device("cpu"))
         self._inputs = GraphInputs.empty(shape, example_row, buffer.keys.device)
         self.row_inputs = self._inputs.row_inputs
-        self._mask = self._inputs.mask
         self._logits = logits[: shape.n_rows]
         self._tapped = tapped[: shape.n_rows]
         self._captured = Captured(self.compute)
@@ -240,12 +237,8 @@ class CudaCapture:
             raise
         except RuntimeError as error:
             self._is_broken = True
-            reason = str(error).splitlines()[0]
-            print(
-                f"CUDA graphs are off, which slows small passes: {reason}",
-                file=sys.stderr,
-                flush=True,
-            )
+            notice = "CUDA graphs are off, which slows small passes"
+            print(f"{notice}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             raise extension.NotCapturable from error
 
     def _capture(self, compute: Callable[[], object]) -> Replay:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -47,29 +48,24 @@ class GrammarCompiler:
         self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, end_ids: Collection[int]
     ) -> None:
         """Raises SettingsError without llguidance, a fast tokenizer, or an end token."""
+        refused = partial(SettingsError, "structured outputs")
         try:
             import llguidance
             import llguidance.hf
         except ImportError as error:
             change = "run `pip install offload-rt[server]`"
-            raise SettingsError(
-                "structured outputs", need="the package llguidance", change=change
-            ) from error
+            raise refused(need="the package llguidance", change=change) from error
         if not end_ids:
-            raise SettingsError("structured outputs", need="a model with an end token")
+            raise refused(need="a model with an end token")
         if (n := _longest_token(tokenizer)) > _MAX_TOKEN_NBYTES:
             need = f"tokens of at most {_MAX_TOKEN_NBYTES} bytes"
-            raise SettingsError("structured outputs", need=need, have=f"a token of {n} bytes")
+            raise refused(need=need, have=f"a token of {n} bytes")
         n_vocab = max(vocab_size, len(tokenizer))  # models pad their vocabulary
-        ends = sorted(end_ids)
         try:
             fast: Any = tokenizer  # checked there
-            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab, ends)
+            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab, sorted(end_ids))
         except ValueError as error:
-            reason = str(error)[:200]
-            raise SettingsError(
-                "structured outputs", need="a fast tokenizer", have=reason
-            ) from error
+            raise refused(need="a fast tokenizer", have=str(error)[:200]) from error
         self._matcher = llguidance.LLMatcher
         self._n_words = -(-n_vocab // 32)
         self._ends = frozenset(end_ids)
@@ -188,12 +184,9 @@ class Grammar:
 def _longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the bytes of the longest token; 0 if no token can exceed the limit."""
     # A character has at most four bytes.
-    candidates = (
-        token_bytes(tokenizer, token_id)
-        for token, token_id in tokenizer.get_vocab().items()
-        if 4 * len(token) > _MAX_TOKEN_NBYTES
-    )
-    return max(map(len, candidates), default=0)
+    vocab = tokenizer.get_vocab().items()
+    candidates = [id for token, id in vocab if 4 * len(token) > _MAX_TOKEN_NBYTES]
+    return max((len(token_bytes(tokenizer, id)) for id in candidates), default=0)
 
 
 def _within(around: str | None, source: str) -> str:

@@ -59,11 +59,10 @@ class ImageEncoder:
             assert len(features.rows) == len(image.rows), "a row per image token"
         self._kept[image.key] = features
         self._kept.move_to_end(image.key)
-        while (
-            len(self._kept) > 1
-            and sum(len(kept.rows) for kept in self._kept.values()) > self.max_rows
-        ):
-            self._kept.popitem(last=False)
+        n_rows = sum(len(kept.rows) for kept in self._kept.values())
+        while len(self._kept) > 1 and n_rows > self.max_rows:
+            _, oldest = self._kept.popitem(last=False)
+            n_rows -= len(oldest.rows)
         return features
 
     def close(self) -> None:
@@ -76,7 +75,7 @@ class ImageEncoder:
         if all(segment.step.images is None for segment in segments):
             return chunk
         parts = [part for segment in segments for part in segment.image_rows(self.tower.token_id)]
-        if not any(part.image is not None for part in parts):
+        if all(part.image is None for part in parts):
             return chunk
         is_apart = self.tower.is_causal_without_window
         causal = tuple(segment.mask(is_causal=True) for segment in segments if is_apart)
@@ -86,12 +85,10 @@ class ImageEncoder:
         self, non_layer: LayerWeights, ids: Tensor, chunk: Chunk
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Embed tokens (n,) of a chunk with images; see `Architecture.embed`."""
-        features = ImageFeatures.cat(
-            [
-                self.tower.plain(non_layer, self.device)
-                if part.image is None
-                else self.features(part.image).part(part.rows)
-                for part in chunk.images
-            ]
-        )
-        return self.tower.embed(non_layer, ids, chunk.row_inputs[0], features)
+        parts = []
+        for image, rows in chunk.images:
+            if image is None:
+                parts.append(self.tower.plain(non_layer, self.device))
+            else:
+                parts.append(self.features(image).part(rows))
+        return self.tower.embed(non_layer, ids, chunk.row_inputs[0], ImageFeatures.cat(parts))

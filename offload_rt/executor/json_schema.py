@@ -136,8 +136,6 @@ def _target(root: Json, reference: Any) -> Any:
 
 
 class _Comparison:
-    """Comparison of the schemas within a schema."""
-
     def __init__(self, root: Json) -> None:
         self._root = root
         self._n_left = _MAX_COMPARISONS

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +39,6 @@ Result = TypeVar("Result")
 
 
 def _span_name(blocks: Sequence[LayerView]) -> str:
-    """Name the computation of adjacent layers in the trace."""
     first, last = blocks[0].i, blocks[-1].i
     return f"layer {first}" if first == last else f"layers {first} to {last}"
 
@@ -111,11 +111,13 @@ class Runner:
         if self.replay is not None and len(steps) == 1:
             replayed = self.replay(steps[0], self._caches[steps[0].cache])
             if replayed is not None:
-                self.tapped = replayed[1:]
-                return [replayed[0]]
+                out, *self.tapped = replayed
+                return [out]
         ids, chunks = self.upload(steps)
         hidden, chunks = self.embed(ids, chunks)
-        hidden = self._add_states(hidden, steps)
+        if states := [step.states for step in steps if step.states is not None]:
+            assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
+            hidden = self.spec.combine(self.non_layer, hidden, torch.cat(states))
         tapped = hidden.new_empty(len(hidden), len(self.taps), hidden.shape[1])
         keep_tapped(self.taps, tapped, hidden, 0)
         for group in self._groups(chunks):
@@ -138,13 +140,6 @@ class Runner:
         steps_rows = zip(steps, logits, strict=True)
         return [step.reduce(rows) if step.reduce else rows for step, rows in steps_rows]
 
-    def _add_states(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
-        states = [step.states for step in steps if step.states is not None]
-        if not states:
-            return x
-        assert isinstance(self.spec, HeadDecoder), "only draft heads have additional inputs"
-        return self.spec.combine(self.non_layer, x, torch.cat(states))
-
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
         """Wait until the device has finished all queued work; copies continue.
 
@@ -156,10 +151,8 @@ class Runner:
 
     def resident_layers(self) -> list[LayerWeights]:
         """Return the weights of all layers, which must be resident."""
-        return [
-            self.format.view(block.layout, block.data, self.dtype)
-            for block in self.streamer.sweep()
-        ]
+        view = partial(self.format.view, dtype=self.dtype)
+        return [view(block.layout, block.data) for block in self.streamer.sweep()]
 
     def close(self) -> None:
         """Stop all transfers and drop references to the weights."""
@@ -174,15 +167,16 @@ class Runner:
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
-        parts = [self._embed(ids[chunk.rows], chunk) for chunk in chunks]
-        hidden = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _ in parts])
-        embedded = zip(chunks, parts, strict=True)
-        return hidden, [replace(chunk, row_inputs=inputs) for chunk, (_, inputs) in embedded]
-
-    def _embed(self, ids: Tensor, chunk: Chunk) -> tuple[Tensor, tuple[Any, ...]]:
-        if not chunk.images or self.images is None:
-            return self.spec.embed(self.non_layer, ids, chunk.row_inputs)
-        return self.images.embed(self.non_layer, ids, chunk)
+        parts = []
+        embedded = []
+        for chunk in chunks:
+            if chunk.images and self.images is not None:
+                part, inputs = self.images.embed(self.non_layer, ids[chunk.rows], chunk)
+            else:
+                part, inputs = self.spec.embed(self.non_layer, ids[chunk.rows], chunk.row_inputs)
+            parts.append(part)
+            embedded.append(replace(chunk, row_inputs=inputs))
+        return parts[0] if len(parts) == 1 else torch.cat(parts), embedded
 
     def _continues(self, block: LayerView, chunks: Sequence[Chunk]) -> bool:
         """Whether a layer and the next one are computed by one call: both are resident on a CPU."""
@@ -210,8 +204,8 @@ class Runner:
         weights = self._views.get(block.i)
         if weights is None:
             weights = self.format.view(block.layout, block.data, self.dtype)
-            if block.is_resident:
-                self._views[block.i] = weights
+        if block.is_resident:
+            self._views[block.i] = weights
         self.prepare(block.i, weights)
         return weights
 
@@ -272,8 +266,7 @@ class Runner:
 
         n_pending  rows for drafted tokens
         """
-        capacity = budget + n_pending + 1  # a captured pass needs a spare row
-        buffer = self.memory.new_buffer(capacity)
+        buffer = self.memory.new_buffer(budget + n_pending + 1)  # a captured pass: a spare row
         id = next(self._ids)
         self._caches[id] = kind(self._caches[source], buffer, budget, self.spec)
         return id
@@ -324,11 +317,8 @@ class Runner:
         ids = torch.cat([step.tokens[step.n_done :] for step in steps])
         if self.images is not None:
             ids = ids.where(ids >= 0, self.images.tower.token_id)
-        tensors = iter(
-            ops.to_device(
-                [ids, *(tensor for chunk in chunks for tensor in chunk.tensors)], self.device
-            )
-        )
+        inputs = [tensor for chunk in chunks for tensor in chunk.tensors]
+        tensors = iter(ops.to_device([ids, *inputs], self.device))
         return next(tensors), [chunk.with_tensors(tensors) for chunk in chunks]
 
     def _chunks(self, steps: Sequence[Step]) -> list[Chunk]:
@@ -359,19 +349,14 @@ class Runner:
             masks = tuple(segment.mask() for segment in segments)
             rows = slice(stop, stop + segments[-1].rows.stop)
             stop = rows.stop
-            inputs = tuple(
-                segment.inputs(self.spec.state_shapes[0].kernel)
-                for segment in segments
-                if self.spec.state_shapes
-            )
-            chunk = Chunk(
-                rows, tuple(segments), masks, row_inputs(self.spec, segments, self.dtype), inputs
-            )
+            kernels = [shape.kernel for shape in self.spec.state_shapes[:1]]
+            inputs = tuple(segment.inputs(kernel) for segment in segments for kernel in kernels)
+            per_row = row_inputs(self.spec, segments, self.dtype)
+            chunk = Chunk(rows, tuple(segments), masks, per_row, inputs)
             chunks.append(chunk if self.images is None else self.images.with_images(chunk))
         return chunks
 
     def _chunk_size(self, n_rows: int) -> int:
-        """Return the rows per layer call for a pass of `n_rows` rows."""
         return self._chunk_rows
 
     def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
@@ -382,9 +367,8 @@ class Runner:
         """Apply the head to wanted rows: (n, hidden_size) -> (n_wanted, vocabulary) per step."""
         wanted = []
         n_wanted = [step.n_wanted for step in steps]
-        for step, rows in zip(
-            steps, torch.split(hidden, [step.n_rows for step in steps]), strict=True
-        ):
+        parts = torch.split(hidden, [step.n_rows for step in steps])
+        for step, rows in zip(steps, parts, strict=True):
             n_others = step.n_rows - step.n_wanted
             wanted.append(rows[n_others:])
             if step.read_hidden is not None:

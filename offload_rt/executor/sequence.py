@@ -55,9 +55,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.n_prompt = len(self.tokens)
         self.logprobs = [None] * self.n_prompt
-        self.end_ids = frozenset(self.sampling.stop_token_ids) | (
-            set() if self.sampling.ignore_eos else self.end_ids
-        )
+        model_ends = frozenset() if self.sampling.ignore_eos else self.end_ids
+        self.end_ids = model_ends | frozenset(self.sampling.stop_token_ids)
         if self.sampling.seed is None:
             self.generator.seed()
         else:
@@ -81,9 +80,8 @@ class Sequence:
         """Stop string or token of `stop_token_ids` that ended the answer; None for other ends."""
         if self.finish_reason != "stop":
             return None
-        last = self.tokens[-1]
-        if last in self.sampling.stop_token_ids:
-            return last
+        if self.tokens[-1] in self.sampling.stop_token_ids:
+            return self.tokens[-1]
         return None if self.text is None else self.text.stop_string
 
     @property
@@ -107,9 +105,8 @@ class Sequence:
         self.error = self.error or error
         self.finish_reason = "error"
 
-    def extend(self, tokens: Tokens[int]) -> list[int]:
-        """Append tokens until the sequence ends; return the appended tokens."""
-        n_before = len(self.tokens)
+    def extend(self, tokens: Tokens[int]) -> None:
+        """Append tokens until the sequence ends."""
         for token in tokens:
             self.tokens.append(token)
             self.bad_words.advance(token)
@@ -122,7 +119,6 @@ class Sequence:
                 self.grammar.advance(token)
             if self.finish_reason:
                 break
-        return self.tokens[n_before:]
 
     def extend_forced(self) -> None:
         """Append the tokens that the grammar forces, unless log-probabilities are requested.

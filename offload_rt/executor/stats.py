@@ -47,11 +47,6 @@ class SequenceStats:
     tried: list[int] = field(default_factory=lambda: [0] * N_RANKS)
     taken: list[int] = field(default_factory=lambda: [0] * N_RANKS)
 
-    @property
-    def n_passes(self) -> int:
-        """Number of passes so far."""
-        return len(self.passes)
-
     def add_tree(self, tree: DraftTree, verdict: Verdict) -> None:
         """Record the verdict on a tree."""
         topology = tree.topology
@@ -59,8 +54,9 @@ class SequenceStats:
         self.n_nodes += len(topology)
         self.n_levels += topology.n_levels
         self.topology = max(topology, self.topology, key=len)
-        for node, taken in zip((0, *verdict.path), (*verdict.path, None), strict=True):
+        for node in (0, *verdict.path):
             for rank in range(min(len(topology.children[node]), N_RANKS)):
                 self.tried[rank] += 1
-            if taken is not None and topology.ranks[taken] < N_RANKS:
-                self.taken[topology.ranks[taken]] += 1
+        for node in verdict.path:
+            if topology.ranks[node] < N_RANKS:
+                self.taken[topology.ranks[node]] += 1

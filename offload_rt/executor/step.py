@@ -1,8 +1,8 @@
 """Requests of sequences to a pass, and the rows of a pass as layers see them."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -107,7 +107,7 @@ class Segment:
         """Return the image tokens of the rows, in order."""
         first = self.cache.n_committed + self.start
         stop = self.cache.n_committed + self.stop
-        parts = [] if self.step.images is None else self.step.images.rows(first, stop)
+        parts = () if self.step.images is None else self.step.images.rows(first, stop)
         ordered = [(int(image.rows[rows.start]), ImageRows(image, rows)) for image, rows in parts]
         others = np.flatnonzero(self.step.tokens[self.start : self.stop].numpy() == token_id)
         ordered += [(first + row, ImageRows(None, slice(0, 1))) for row in others.tolist()]
@@ -119,9 +119,8 @@ class Segment:
         rows = [np.arange(self.start, self.stop)]
         for _ in range(kernel - 1):  # predecessors of node 0 are -1, -2, ...
             rows.append(np.where(rows[-1] > 0, parents[np.maximum(rows[-1], 0)], rows[-1] - 1))
-        return torch.from_numpy(np.stack(rows, axis=1)) + (
-            kernel - 1 - min(self.start, self.step.n_chain)
-        )
+        n_before = kernel - 1 - min(self.start, self.step.n_chain)
+        return torch.from_numpy(np.stack(rows, axis=1)) + n_before
 
 
 @dataclass(frozen=True)
@@ -185,18 +184,15 @@ class Chunk:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that layers read."""
-        return [
-            *self.row_inputs,
-            *self.inputs,
-            *(tensor for mask in (*self.masks, *self.causal) for tensor in mask.tensors),
-        ]
+        masks = (*self.masks, *self.causal)
+        return [*self.row_inputs, *self.inputs, *(part for mask in masks for part in mask.tensors)]
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> "Chunk":
         """Return this chunk with the next tensors of an iterator, e.g. device copies."""
-        row_inputs = tuple(itertools.islice(tensors, len(self.row_inputs)))
-        inputs = tuple(itertools.islice(tensors, len(self.inputs)))
+        row_inputs = tuple(islice(tensors, len(self.row_inputs)))
+        inputs = tuple(islice(tensors, len(self.inputs)))
         masks, causal = (
-            tuple(mask.with_tensors(itertools.islice(tensors, len(mask.tensors))) for mask in group)
+            tuple(mask.with_tensors(islice(tensors, len(mask.tensors))) for mask in group)
             for group in (self.masks, self.causal)
         )
         return replace(self, row_inputs=row_inputs, inputs=inputs, masks=masks, causal=causal)

@@ -108,10 +108,9 @@ class KVCache(ABC):
         """Reserve a pending row per token, after the committed rows; raises CapacityError."""
         need = self.n_held + len(tokens)
         if need > self.capacity:
+            have = str(self.capacity)
             change = "raise --max-model-len or lower --tree-size"
-            raise CapacityError(
-                "the KV cache", need=f"{need} rows", have=str(self.capacity), change=change
-            )
+            raise CapacityError("the KV cache", need=f"{need} rows", have=have, change=change)
         self._pending = list(tokens)
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -213,19 +212,18 @@ class ContiguousCache(KVCache):
         cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         """Create an empty cache for `capacity` rows."""
-        shapes = list(dict.fromkeys(model.kv_shapes))
+        groups: dict[KVShape, list[KVShape]] = {}
         places = list[tuple[int, int]]()
         for shape in model.kv_shapes:
-            n = shapes.index(shape)
-            places.append((n, sum(buffer == n for buffer, _ in places)))
-        grouped = (tuple(layer for layer in model.kv_shapes if layer == shape) for shape in shapes)
-        buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in grouped)
+            group = groups.setdefault(shape, [])
+            places.append((list(groups).index(shape), len(group)))
+            group.append(shape)
+        buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in groups.values())
         return cls(*buffers, places=places)
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
         first = self.n_held + start
-        n, layer = self._places[asked.layer] if self._places else (0, asked.layer)
-        buffer = self._buffers[n]
+        buffer, layer = self._place(asked.layer)
         if self.leader is not None and start == 0:
             keys, values = self.leader.rows(asked.layer, range(first))
             buffer.keys[layer, :, :first] = keys
@@ -270,6 +268,10 @@ class ContiguousCache(KVCache):
             ops.commit_rows(buffer.keys, buffer.values, torch.tensor(rows), first)
 
     def rows(self, layer: int, tokens: range) -> tuple[Tensor, Tensor]:
-        n, layer = self._places[layer] if self._places else (0, layer)
+        buffer, layer = self._place(layer)
         at = slice(tokens.start, tokens.stop)
-        return self._buffers[n].keys[layer, :, at], self._buffers[n].values[layer, :, at]
+        return buffer.keys[layer, :, at], buffer.values[layer, :, at]
+
+    def _place(self, layer: int) -> tuple[KVBuffer, int]:
+        n, layer = self._places[layer] if self._places else (0, layer)
+        return self._buffers[n], layer

@@ -98,13 +98,11 @@ class RecurrentCache(ContiguousCache):
     ) -> Self:
         made = super().empty(model, capacity, dtype, device)
         n = len(model.state_shapes)
-        shape = model.state_shapes[0]
+        made.shape = shape = model.state_shapes[0]
+        sizes = n, shape.n_v_heads, shape.k_dim, shape.v_dim
         wide = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(
-            n, shape.n_v_heads, shape.k_dim, shape.v_dim, dtype=wide, device=device
-        )
+        memory = torch.zeros(sizes, dtype=wide, device=device)
         inputs = torch.zeros(n, shape.kernel - 1, sum(shape.widths), dtype=dtype, device=device)
-        made.shape = shape
         made.state = State(memory, inputs)
         return made
 
@@ -123,24 +121,22 @@ class RecurrentCache(ContiguousCache):
         inputs = torch.cat((last, held[0], asked.x))
         kernel = shape.kernel
         n_chain = min(max(asked.n_chain - asked.start, 0), len(asked.x))
-        first = 0
         taps = [inputs[kernel - 1 - offset :][:n_chain] for offset in range(kernel)]
         if n_chain < len(asked.x):
-            tree_inputs = (inputs[rows] for rows in asked.inputs[n_chain:].unbind(1))
-            taps = [
-                torch.cat(pair) if n_chain else pair[1]
-                for pair in zip(taps, tree_inputs, strict=True)
-            ]
+            tree_taps = [inputs[rows] for rows in asked.inputs[n_chain:].unbind(1)]
+            pairs = zip(taps, tree_taps, strict=True)
+            taps = list(map(torch.cat, pairs)) if n_chain else tree_taps
         mixed = torch.split(convolve(taps, asked.weight).to(memory.dtype), list(shape.widths), 1)
         dims = shape.k_dim, shape.k_dim, shape.v_dim
         q, k, v = (part.view(len(part), -1, dim) for part, dim in zip(mixed, dims, strict=True))
         decays = asked.log_decays.to(memory.dtype)
         beta = asked.beta.to(memory.dtype)
         rows = DeltaRows(normed(q) * shape.k_dim**-0.5, normed(k), v, decays, beta)
+        origin = self.n_committed + asked.start
+        first = 0
         while first < n_chain:
-            position = self.n_committed + asked.start + first
-            block_end = first + BLOCK_ROWS - position % BLOCK_ROWS
-            ends = [n_chain, block_end, *(border - position + first for border, _ in borders)]
+            block_end = first + BLOCK_ROWS - (origin + first) % BLOCK_ROWS
+            ends = [n_chain, block_end, *(border - origin for border, _ in borders)]
             stop = min(end for end in ends if end > first)
             n = stop - first
             sees = torch.ones(n, n, dtype=torch.bool, device=memory.device).tril_()
@@ -148,17 +144,15 @@ class RecurrentCache(ContiguousCache):
             fold(memory, terms)
             last.copy_(inputs[stop : stop + len(last)])
             for border, state in borders:
-                if border == position + stop - first:
+                if border == origin + stop:
                     state.copy_(self.state, slice(layer, layer + 1))
             outs.append(out)
             first = stop
         if n_chain < len(asked.x):
-            out, terms = delta_rule(
-                rows.part(n_chain), memory, asked.sees(self.n_committed), DeltaTerms(*held[1:])
-            )
-            self._held[layer] = [
-                torch.cat(pair) for pair in zip(held, (asked.x[n_chain:], *terms), strict=True)
-            ]
+            sees = asked.sees(self.n_committed)
+            out, terms = delta_rule(rows.part(n_chain), memory, sees, DeltaTerms(*held[1:]))
+            pairs = zip(held, (asked.x[n_chain:], *terms), strict=True)
+            self._held[layer] = list(map(torch.cat, pairs))
             outs.append(out)
         return torch.cat(outs).to(asked.x.dtype)
 
@@ -177,9 +171,8 @@ class RecurrentCache(ContiguousCache):
             del wanted[gaps.index(min(gaps))]
         free = [self._kept.pop(position) for position in self._kept.keys() - set(wanted)]
         for position in set(wanted) - self._kept.keys():
-            self._coming[position] = (
-                free.pop() if free else State(*map(torch.empty_like, self.state))
-            )
+            state = free.pop() if free else State(*map(torch.empty_like, self.state))
+            self._coming[position] = state
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int]) -> None:
@@ -189,11 +182,8 @@ class RecurrentCache(ContiguousCache):
         if path:
             memory, last = self.state
             (at,) = ops.to_device([torch.tensor(path)], last.device)
-            layer_parts = (
-                [held_part.index_select(0, at) for held_part in held]
-                for held in self._held.values()
-            )
-            inputs, *added = (torch.stack(parts) for parts in zip(*layer_parts, strict=True))
+            layers = ([part.index_select(0, at) for part in held] for held in self._held.values())
+            inputs, *added = map(torch.stack, zip(*layers, strict=True))
             terms = DeltaTerms(*added)
             fold(memory, terms)
             last.copy_(torch.cat((last, inputs), 1)[:, len(path) :])

@@ -68,14 +68,12 @@ class SparseCache(ContiguousCache):
         """Copy the source's rows of `tokens` to rows `at` onwards, with rotated keys if `turn`."""
         if not tokens:
             return
-        keys = self.buffer.keys
-        values = self.buffer.values
-        for layer in range(len(keys)):
+        for layer in range(len(self.buffer.keys)):
             k, v = self.source.rows(layer, tokens)
             if turn is not None:
                 k = rotate(k, *turn)
-            keys[layer, :, at : at + len(tokens)] = k
-            values[layer, :, at : at + len(tokens)] = v
+            self.buffer.keys[layer, :, at : at + len(tokens)] = k
+            self.buffer.values[layer, :, at : at + len(tokens)] = v
 
 
 # Attention sinks. The paper needs four; StreamingLLM's and MagicDec's repositories keep 16.
@@ -94,9 +92,8 @@ class WindowCache(SparseCache):
         self.n_kept = min(_N_SINKS, self.budget // 8)
         self.first_recent = n_verified - n_filled + self.n_kept
         shift = torch.tensor([self.first_recent - self.n_kept])
-        cos, sin = ops.to_device(
-            self.spec.row_inputs(shift, shift + 1, torch.float32), self.buffer.keys.device
-        )
+        rotary = self.spec.row_inputs(shift, shift + 1, torch.float32)
+        cos, sin = ops.to_device(rotary, self.buffer.keys.device)
         size = torch.hypot(cos, sin)  # divide out RoPE scaling: cached keys already include it
         self.copy(range(self.n_kept), 0, (cos / size, sin / size))
         return n_verified
@@ -157,23 +154,19 @@ class ChosenCache(SparseCache):
         if not self._is_selecting:
             return super().attend(asked, start, mask)
         layer = asked.layer
-        q = asked.q
         scale = asked.scale
         assert asked.k is not None and asked.v is not None, "self-drafting shares no rows"
         first = self.n_kept
-        stop = first + start + len(q)
+        new_rows = slice(first + start, first + start + len(asked.q))
         layer_kv = self.buffer.keys[layer], self.buffer.values[layer]
-        new_rows = slice(first + start, stop)
-        q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *layer_kv, new_rows)
+        q = ops.rotate_and_store(asked.q, asked.k, asked.v, asked.rotary, *layer_kv, new_rows)
         older = self.source.rows(layer, range(self.n_committed))
-        recent = layer_kv[0][:, first:stop], layer_kv[1][:, first:stop]
+        recent = layer_kv[0][:, first : new_rows.stop], layer_kv[1][:, first : new_rows.stop]
         parts = zip((older, recent), mask.split(self.n_committed), strict=True)
         partial = [ops.partial_attention(q, *rows, visible, scale) for rows, visible in parts]
         out, lse = ops.merge(*partial[0], *partial[1])
-        group = (len(q), len(older[0]), -1)
-        best = self.select_rows(
-            first, q.view(*group, q.shape[-1]), older[0], scale, lse.view(group)
-        )
+        q = q.view(len(q), len(older[0]), -1, q.shape[-1])
+        best = self.select_rows(first, q, older[0], scale, lse.view(q.shape[:-1]))
         for target, rows in zip(layer_kv, older, strict=True):
             target[:, :first] = rows.gather(1, best[..., None].expand(-1, -1, q.shape[-1]))
         return out
@@ -185,15 +178,13 @@ class SnapKVCache(ChosenCache):
     @staticmethod
     def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Sum attention over the last tokens and the heads of a group, then average neighbours."""
+        attention = []
         # Per head, to bound the memory of the scores.
-        heads = zip((q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True)
-        attention = torch.stack(
-            [
-                (q @ k.float().T - log_total[..., None]).exp_().sum((0, 1))
-                for q, k, log_total in heads
-            ]
-        )
-        pooled = F.avg_pool1d(attention, _POOL, stride=1, padding=_POOL // 2)
+        for head_q, k, total in zip(
+            (q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True
+        ):
+            attention.append((head_q @ k.float().T - total[..., None]).exp_().sum((0, 1)))
+        pooled = F.avg_pool1d(torch.stack(attention), _POOL, stride=1, padding=_POOL // 2)
         return pooled.topk(n).indices.sort().values
 
 
@@ -203,18 +194,8 @@ class RetrievalCache(ChosenCache):
     @staticmethod
     def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Rank chunks by attention share, summed over the heads of a group."""
-        chunks = _shares(q[-1], keys, scale, _CHUNK).topk(n // _CHUNK).indices.sort().values
+        means = keys.float().reshape(len(keys), -1, _CHUNK, keys.shape[-1]).mean(2)
+        shares = torch.einsum("hgd,hcd->hgc", q[-1].float() * scale, means).softmax(-1).sum(1)
+        shares[:, 0] = torch.inf
+        chunks = shares.topk(n // _CHUNK).indices.sort().values
         return (chunks[..., None] * _CHUNK + torch.arange(_CHUNK, device=chunks.device)).flatten(1)
-
-
-def _shares(q: Tensor, keys: Tensor, scale: float, size: int) -> Tensor:
-    """Return the attention shares of chunks (n_kv_heads, chunks) from their mean keys.
-
-    Shares are summed over the heads of a group. The first chunk is set to infinity.
-    q     (n_kv_heads, heads per group, head_dim)
-    keys  (n_kv_heads, n, head_dim), n a multiple of `size`
-    """
-    means = keys.float().reshape(len(keys), -1, size, keys.shape[-1]).mean(2)
-    shares = torch.einsum("hgd,hcd->hgc", q.float() * scale, means).softmax(-1).sum(1)
-    shares[:, 0] = torch.inf
-    return shares

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload_rt.chunks import MAX_SCORES
+from offload_rt.chunks import CHUNK_ROWS, MAX_SCORES
 from offload_rt.cost.pass_times import StreamedRows
 from offload_rt.dtypes import DType
 from offload_rt.models.architecture import Architecture
@@ -121,7 +121,6 @@ class KVSplit:
     n_on_device  rows on the device; the first rows are resident
     n_nodes      nodes of the largest tree, all on the device
     windows      attention window of each layer; None for all positions
-    chunk_rows   rows of a pass that share a transfer of the offloaded rows
     """
 
     n_rows: int
@@ -130,17 +129,10 @@ class KVSplit:
     block_rows: int
     format: RowFormat
     windows: tuple[int | None, ...]
-    chunk_rows: int
 
     @classmethod
     def least(
-        cls,
-        model: Architecture,
-        n_rows: int,
-        n_nodes: int,
-        format: RowFormat,
-        chunk_rows: int,
-        has_card: bool = False,
+        cls, model: Architecture, n_rows: int, n_nodes: int, format: RowFormat, has_card: bool
     ) -> KVSplit:
         """Keep the fewest possible rows on the device."""
         nbytes = _CARD_BLOCK_NBYTES if has_card else _BLOCK_NBYTES
@@ -148,7 +140,7 @@ class KVSplit:
         block_rows = max(-(-rows // PAGE_ROWS), 1) * PAGE_ROWS
         n_on_device = min(n_nodes + _N_SEQUENCES * _TAIL_ROWS, n_rows)
         windows = tuple(model.window(i) for i in range(model.n_layers))
-        return cls(n_rows, n_on_device, n_nodes, block_rows, format, windows, chunk_rows)
+        return cls(n_rows, n_on_device, n_nodes, block_rows, format, windows)
 
     @property
     def n_resident(self) -> int:
@@ -181,7 +173,7 @@ class KVSplit:
         converted = 2 * self.block_rows * row_nbytes if self.format.is_fp8 else 0
         staged = longest * (row_nbytes + (1 + has_card) * self.format.nbytes)
         n_heads = model.hidden_size // model.head_dim
-        scores = 3 * 4 * min(MAX_SCORES, min(longest, self.chunk_rows) * n_heads * self.n_rows)
+        scores = 3 * 4 * min(MAX_SCORES, min(longest, CHUNK_ROWS) * n_heads * self.n_rows)
         slots = N_SLOTS * self.block_nbytes
         offloaded = self.n_blocks * self.block_nbytes * model.n_layers
         rows = self.n_on_device * model.kv_nbytes(itemsize)
@@ -193,8 +185,7 @@ class KVSplit:
 
     def streamed(self, tier: str) -> StreamedRows:
         """Return the rows read per pass over the link of a tier."""
-        nbytes = self.format.nbytes
-        return StreamedRows(tier, self.n_resident, nbytes, self.windows, self.chunk_rows)
+        return StreamedRows(tier, self.n_resident, self.format.nbytes, self.windows, CHUNK_ROWS)
 
     def share(self, n_rows: int, n_nodes: int, is_alone: bool = False) -> KVShare:
         """Return the proportional share of a cache of `n_rows` rows; nearly all if alone."""

@@ -11,10 +11,7 @@ import pytest
 import torch
 from support.fake_gpu import fake_gpu
 from support.tiny import (
-    CASES,
-    add_tokenizer,
     assert_continued,
-    byte_level,
     generate,
     open_llm,
     prompt_of,
@@ -31,14 +28,6 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0)
 
 
 pytestmark = pytest.mark.usefixtures("steady")
-
-
-@pytest.fixture
-def speaking(tmp_path):
-    """A checkpoint with a tokenizer."""
-    CASES["llama"].build(0, vocab_size=320).save_pretrained(tmp_path)
-    add_tokenizer(tmp_path, byte_level(320))
-    return tmp_path
 
 
 def spoil(llm, monkeypatch, prompt, after):
@@ -93,12 +82,16 @@ def assert_released(llm):
 @pytest.mark.parametrize(("device", "drafter", "after"), [
     ("cpu", "none", 3), ("cpu", "recycle", 0), ("cpu", "adaptive_tree", 0),
     ("cpu", "adaptive_tree", 3), ("cuda", "none", 3), ("cuda", "adaptive_tree", 3),
+    ("kernels", "none", 3),
 ])  # fmt: skip
 def test_nan_logits_end_their_sequence_alone(pair, monkeypatch, device, drafter, after):
     expected = [generate(pair.model, prompt, 12) for prompt in PROMPTS]
     settings = {"max_model_len": 128, "max_num_seqs": 3, **pair.settings(drafter)}
     settings |= {} if drafter == "none" else {"tree_size": 8}
-    card = fake_gpu(monkeypatch) if device == "cuda" else nullcontext()
+    card = nullcontext()
+    if device != "cpu":
+        card = fake_gpu(monkeypatch, has_kernels=device == "kernels")
+        device = "cuda"
     with card, LLM(str(pair.target), device=device, **settings) as llm:
         with monkeypatch.context() as patch:
             spoiled = spoil(llm, patch, PROMPTS[1], after)

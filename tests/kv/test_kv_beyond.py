@@ -87,7 +87,7 @@ def beyond(runner, n_on_device, n_rows=CAPACITY, is_fp8=False):
     """Let a runner create caches with `n_on_device` rows on the device and the rest in a file."""
     spec = runner.spec
     rows = RowFormat(spec.n_kv_heads, spec.head_dim, DType.from_torch(runner.dtype), is_fp8)
-    split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, 512), n_on_device=n_on_device)
+    split = replace(KVSplit.least(spec, n_rows, N_NODES, rows, False), n_on_device=n_on_device)
     with closing(FileRows(split, spec.n_layers, runner.streamer)) as store:
         memory = runner.memory
         runner.memory = HostMemory(spec, runner.dtype, runner.device, store)
@@ -267,7 +267,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
 )
 def test_caches_fit_the_split_and_a_single_cache_always_fits(more, caches):
     rows = RowFormat(2, 16, DType.FLOAT32)
-    split = KVSplit.least(SPEC, 1600, 64, rows, 512)
+    split = KVSplit.least(SPEC, 1600, 64, rows, has_card=False)
     split = replace(split, n_on_device=min(split.n_on_device + more, 1600))
     for is_alone in (False, True):
         share = split.share(caches[0][0] + caches[0][1], caches[0][1], is_alone)

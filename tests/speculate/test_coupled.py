@@ -202,8 +202,14 @@ def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
         limits = DraftLimits(40, 5, fixed_size=True)
         built = drafter_of(llm, drafter, "coupled", limits, shape=shape)
         engine = engine_of(llm, built, load_rule("coupled"), n_nodes=80)
-        for prompt, temperature in (([1, 2, 3], 0.5), ([4], 1.4)):
-            engine.add(Sequence(prompt, SamplingParams(40, temperature, seed=7), 128))
-        lengths = [len(event.token_ids) for _ in range(8) for event in engine.step()]
+        sequences = [
+            Sequence(prompt, SamplingParams(40, temperature, seed=7), 128)
+            for prompt, temperature in (([1, 2, 3], 0.5), ([4], 1.4))
+        ]
+        for sequence in sequences:
+            engine.add(sequence)
+        for _ in range(8):
+            engine.step()
+        lengths = [n for sequence in sequences for _, _, n in sequence.stats.passes]
     # A grown tree has other branches, too, instead of a last node now and then.
     assert lengths == [5] * 16 if drafter == "static_tree" else sum(lengths) > 72

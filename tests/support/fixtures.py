@@ -17,7 +17,7 @@ from support.command_line import Line
 from support.processes import handled
 from support.quantized import MXFP4_CONFIG
 from support.texts import small_model
-from support.tiny import Pair, Zoo, keep_steady, save_pair
+from support.tiny import CASES, Pair, Zoo, add_tokenizer, byte_level, keep_steady, save_pair
 
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)
@@ -83,6 +83,15 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def pair(zoo: Zoo) -> Pair:
     """A small Llama with a draft model."""
     return zoo.pair("llama", 0)
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer."""
+    path = tmp_path_factory.mktemp("speaking")
+    CASES["llama"].build(0, vocab_size=320).save_pretrained(path)
+    add_tokenizer(path, byte_level(320))
+    return path
 
 
 @pytest.fixture(scope="session")

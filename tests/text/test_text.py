@@ -163,7 +163,8 @@ def test_end_token_ends_a_sequence_and_has_no_text():
     ids = encoded(BYTE_LEVEL, "the fox")
     stream = TextStream(BYTE_LEVEL, [0], ())
     sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset({ids[-1]}), stream)
-    assert sequence.extend([*ids, 5, 6]) == ids
+    sequence.extend([*ids, 5, 6])
+    assert sequence.tokens[sequence.n_prompt :] == ids
     assert (sequence.finish_reason, stream.text) == ("stop", decode(BYTE_LEVEL, ids[:-1]))
 
 
