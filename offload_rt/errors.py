@@ -91,9 +91,7 @@ def _as_argument(match: re.Match[str]) -> str:
 def _one_line(text: str) -> str:
     """Escape control characters and shorten long texts, because file contents enter messages."""
     text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class UserError(OffloadError):

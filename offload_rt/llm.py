@@ -27,8 +27,7 @@ from offload_rt.engine.loader import Progress
 from offload_rt.engine.outputs import Output, Piece, Request, Stats
 from offload_rt.engine.request_builder import Prompt, RequestBuilder
 from offload_rt.errors import CapacityError, SettingsError
-from offload_rt.executor.pooling import Pooling
-from offload_rt.executor.sequence import Sequence
+from offload_rt.executor.sequence import Pooling, Sequence
 from offload_rt.executor.step import Step
 from offload_rt.models.image_prompt import EncodedPrompt, token_ids
 from offload_rt.offload.placement import Plan
@@ -303,12 +302,12 @@ class LLM:
         self.check_embeddings(pooling)
         params = SamplingParams(max_tokens=1, temperature=0)
         requests = self.requests.build_all(prompts, params)
-        for request in requests:
-            request.sequences[0].pooling = Pooling(pooling == "mean")
+        pools = [Pooling(pooling == "mean") for _ in requests]
+        for request, pool in zip(requests, pools, strict=True):
+            request.sequences[0].pooling = pool
         for _ in self._open_thread.pieces(requests):
             pass
-        vectors = [request.sequences[0].pooling for request in requests]
-        return torch.stack([vector.vector() for vector in vectors if vector is not None])
+        return torch.stack([pool.vector() for pool in pools])
 
     def check_embeddings(self, pooling: str) -> None:
         """Raise SettingsError for an unknown pooling or a model without embeddings."""
@@ -348,10 +347,7 @@ class LLM:
         return [times.ended - times.started for times, _, _ in sequence.stats.passes][-n_passes:]
 
     def time_passes(self, topology: Topology, context: int, n_passes: int = 3) -> list[float]:
-        """Return the seconds of passes over a tree after `context` tokens.
-
-        Logits are computed for all nodes.
-        """
+        """Return the seconds of passes over a tree after `context` tokens, with all logits."""
         self.engine.reset_prefix_cache()
         runner = self.engine.runner
         n = len(topology)
@@ -360,8 +356,7 @@ class LLM:
         share = None if split is None else split.share(n_rows, n, is_alone=True)
         cache = runner.new_cache(n_rows, True, share)
         runner.assume_context(cache, context)
-        tokens = torch.zeros(n, dtype=torch.int64)
-        step = Step(cache, tokens, topology, n_wanted=n, n_prompt=context)
+        step = Step(cache, torch.zeros(n, dtype=torch.int64), topology, n, context)
         moments = []
         # The first pass uses layers prefetched before the clock started, so it does not count.
         # The last pass only ends its predecessor.

@@ -57,6 +57,10 @@ class EngineSpec:
         """Device of all models."""
         return self.target.device
 
+    def noticed(self, notice: str) -> "EngineSpec":
+        """Return the specification with a further notice, unless it is empty."""
+        return replace(self, notice="\n".join(filter(None, (self.notice, notice))))
+
 
 def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting) -> EngineSpec:
     """Plan an engine. Raises CapacityError if the memory budgets are too small.
@@ -71,8 +75,7 @@ def plan_engine(config: EngineConfig, checkpoint: Checkpoint, drafting: Drafting
     # A sidecar may exist for one division only.
     if not config.exact_parallel and config.link_format != "lossless":
         spec = _faster(spec, config, checkpoint, drafting)
-    notices = spec.notice, ranks.reading_notice(spec.target, spec.files)
-    return replace(spec, notice="\n".join(filter(None, notices)))
+    return spec.noticed(ranks.reading_notice(spec.target, spec.files))
 
 
 def _faster(
@@ -138,8 +141,7 @@ def _plan(
         for streams in (False, True):
             with suppress(CapacityError):
                 return plan_with(link, images, streams)
-        spec = plan_with(link)
-        return replace(spec, notice="\n".join(filter(None, (spec.notice, _NO_ROOM))))
+        return plan_with(link).noticed(_NO_ROOM)
 
     link = choose_link(config, checkpoint, device)
     try:

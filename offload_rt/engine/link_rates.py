@@ -1,9 +1,10 @@
 """Rates of the link by chunk size and of the lossless decoder, measured once and cached."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -15,13 +16,11 @@ from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import pinned_block
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
 from offload_rt.ops import cpu, lossless
-from offload_rt.system.files import read_cached, write_cached
 from offload_rt.weights.checkpoint import Checkpoint
 from offload_rt.weights.layout import host_block
 from offload_rt.weights.lossless import SidecarLayer
 
-_CACHE = "link.json"
-_VERSION = 1
+_remembered = partial(profile.remembered, "link.json", 1)
 # Encoded bytes of a decoder measurement: more than caches hold, about 20 ms.
 _SAMPLE_NBYTES = 64 << 20
 # Chunk sizes of copies to a GPU, bytes of a measured copy, and its repetitions after a first.
@@ -53,14 +52,6 @@ def measured_rates(
         _remembered(f"link {card or disk}", lambda: _link_gbps(checkpoint, device, mirrors)),
         _remembered(f"decoder {card or decoder}", lambda: decode_gbps(sidecar[0], device)),
     )
-
-
-def _remembered(key: str, measure: Callable[[], float]) -> float:
-    known: dict[str, float] = read_cached(_CACHE, _VERSION)
-    if key not in known:
-        known[key] = measure()
-        write_cached(_CACHE, _VERSION, known)
-    return known[key]
 
 
 def copy_chunk(device: torch.device) -> int:

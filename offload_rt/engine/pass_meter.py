@@ -18,16 +18,15 @@ class PassMeter:
     def __init__(self, runner: Runner, cost: CostEstimator, trace: Trace) -> None:
         self._started = time.perf_counter()
         self._runner = runner
-        self._link = runner.streamer.meter
-        self._experts = runner.experts
         self._cost = cost
         self._trace = trace
-        self._nbytes, self._busy_s = self._link.read()
-        self._waited_s = self._link.waited_s
-        self._n_experts = self._count_experts()
+        self._counts_before = self._counts()
 
-    def _count_experts(self) -> int:
-        return self._experts.n_fetched if self._experts else 0
+    def _counts(self) -> np.ndarray:
+        """Return link bytes, busy and waiting seconds of the link, and fetched experts so far."""
+        link = self._runner.streamer.meter
+        experts = self._runner.experts
+        return np.array((*link.read(), link.waited_s, experts.n_fetched if experts else 0))
 
     def drafted(self) -> None:
         """Mark the end of drafting."""
@@ -39,10 +38,9 @@ class PassMeter:
         self._n_rows = sum(step.n_rows for step in steps)
         self._context = max(self._runner.n_committed(step.cache) for step in steps)
         self._n_trees = n_trees
-        self._draft_s = self._drafted - self._started
-        rows = np.array([self._n_rows])
-        (seconds,) = self._cost.seconds(rows, self._context, self._draft_s, n_trees).tolist()
-        self._predicted_s = None if has_prompt else seconds
+        draft_s = self._drafted - self._started
+        seconds = self._cost.seconds(np.array([self._n_rows]), self._context, draft_s, n_trees)
+        self._predicted_s = None if has_prompt else float(seconds[0])
 
     def computed(self) -> None:
         """Mark the end of the forward pass."""
@@ -52,31 +50,15 @@ class PassMeter:
         """Mark the end of verification; return all times."""
         ended = time.perf_counter()
         self._trace.add(VERIFY, f"{n_tokens} tokens of {n_nodes} nodes", self._computed, ended)
-        nbytes, busy_s = self._link.read()
-        if self._predicted_s is not None and not self._cost.is_measured:
+        nbytes, busy_s, waited_s, n_experts = (self._counts() - self._counts_before).tolist()
+        draft_s = self._drafted - self._started
+        pass_s = ended - self._started
+        predicted_s = self._predicted_s
+        if predicted_s is not None:  # prompts say nothing about later passes
             # Plain decoding measures no profile: its first pass is the first measurement.
-            self._predicted_s = ended - self._started
-        times = PassTimes(
-            self._started,
-            self._drafted,
-            self._computed,
-            ended,
-            nbytes - self._nbytes,
-            busy_s - self._busy_s,
-            self._link.waited_s - self._waited_s,
-            self._predicted_s,
-            self._n_rows,
-        )
-        if self._predicted_s is not None:  # prompts say nothing about later passes
-            link_s = times.link_busy_s
-            gbps = times.link_nbytes / link_s / 1e9 if link_s > 0 else 0.0
-            self._cost.passed(
-                self._n_rows,
-                self._context,
-                self._draft_s,
-                ended - self._started,
-                gbps,
-                self._n_trees,
-                self._count_experts() - self._n_experts,
-            )
-        return times
+            predicted_s = predicted_s if self._cost.is_measured else pass_s
+            gbps = nbytes / busy_s / 1e9 if busy_s > 0 else 0.0
+            size = self._n_rows, self._context, draft_s
+            self._cost.passed(*size, pass_s, gbps, self._n_trees, int(n_experts))
+        moments = self._started, self._drafted, self._computed, ended
+        return PassTimes(*moments, int(nbytes), busy_s, waited_s, predicted_s, self._n_rows)

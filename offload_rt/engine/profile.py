@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from copy import copy
+from functools import partial
 from itertools import cycle, islice, pairwise, takewhile
 from operator import itemgetter
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +31,6 @@ from offload_rt.system.machine import cache_nbytes, memory_free
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.layout import BlockRecord, host_block
 
-_CACHE = "disk.json"
-_VERSION = 1
 _CANDIDATES = (
     ReadSettings(1 << 20, 4),
     ReadSettings(4 << 20, 2),
@@ -55,12 +55,17 @@ _MARGIN = 1.05
 def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     """Return the fastest read settings for these blocks, measured once per disk and cached."""
     disk = str(layers[0].tensors[0].path.stat().st_dev)
-    known = read_cached(_CACHE, _VERSION)
-    if disk not in known:
-        best = _measure_settings(layers[:2])
-        known[disk] = best.request_nbytes, best.n_parallel
-        write_cached(_CACHE, _VERSION, known)
-    return ReadSettings(*known[disk])
+    measure = partial(_measure_settings, layers[:2])
+    return ReadSettings(*remembered("disk.json", 1, disk, measure))
+
+
+def remembered(file: str, version: int, key: str, measure: Callable[[], Any]) -> Any:
+    """Return a measured value from a file of the cache, measured if absent."""
+    known = read_cached(file, version)
+    if key not in known:
+        known[key] = measure()
+        write_cached(file, version, known)
+    return known[key]
 
 
 def processor() -> tuple[object, ...]:
@@ -169,9 +174,11 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     key = _hashed(target, n_slots)
     counts = read_cached(_EXPERTS, 1).get(key)
     bias = ExpertsBias.restore(*counts) if counts else ExpertsBias()
-    closes.callback(
-        lambda: write_cached(_EXPERTS, 1, {**read_cached(_EXPERTS, 1), key: bias.counts()})
-    )
+
+    def save() -> None:
+        write_cached(_EXPERTS, 1, read_cached(_EXPERTS, 1) | {key: bias.counts()})
+
+    closes.callback(save)
     return bias
 
 
@@ -302,7 +309,7 @@ def _now(runner: Runner) -> float:
     return time.perf_counter()
 
 
-def _measure_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
+def _measure_settings(layers: Sequence[BlockRecord]) -> tuple[int, int]:
     rates: dict[ReadSettings, list[float]] = {settings: [] for settings in _CANDIDATES}
     with ExitStack() as closes:
         tiers = [closes.enter_context(closing(DiskTier(layers, how))) for how in _CANDIDATES]
@@ -313,4 +320,6 @@ def _measure_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
             nbytes = sum(read_parallel(tier.reads(i, block), tier.n_parallel) for i in numbers)
             rates[tier.settings].append(nbytes / (time.perf_counter() - started))
     best = max(rates, key=lambda settings: median(rates[settings]))
-    return best if median(rates[best]) > _MARGIN * median(rates[_CANDIDATES[0]]) else _CANDIDATES[0]
+    if median(rates[best]) <= _MARGIN * median(rates[_CANDIDATES[0]]):
+        best = _CANDIDATES[0]
+    return best.request_nbytes, best.n_parallel

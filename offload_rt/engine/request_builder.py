@@ -43,6 +43,9 @@ class RequestBuilder:
     images         processor of images; None if prompts cannot contain images
     """
 
+    images: ImageProcessor | None = None
+    _compiler: GrammarCompiler | None = None
+
     def __init__(
         self,
         directory: Path,
@@ -55,16 +58,13 @@ class RequestBuilder:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.defaults = sampling_defaults(directory)
-        self.images: ImageProcessor | None = None
         self._model = checkpoint.spec
         self._end_ids = end_ids(directory, checkpoint.config)
-        if checkpoint.images and tokenizer is not None:
-            tower = checkpoint.spec.images
-            assert tower is not None, "see Checkpoint.image_blocks"
+        self._compiler_lock = Lock()
+        tower = checkpoint.spec.images
+        if checkpoint.images and tower is not None and tokenizer is not None:
             processor = load_processor(directory, tokenizer, tower.family)
             self.images = ImageProcessor(processor, tower, target.image_pixels)
-        self._compiler: GrammarCompiler | None = None
-        self._compiler_lock = Lock()
 
     def close(self) -> None:
         """End the threads of grammars."""
@@ -175,15 +175,14 @@ class RequestBuilder:
 
     @property
     def _needed_images(self) -> ImageProcessor:
-        if self.images is None:
-            change = "leave the images out"
-            have = f"type {self._model.family}, of which only the text model is supported"
-            if self._model.images is not None:
-                change = "raise --max-image-pixels or --device-memory, and use one process"
-                have = "a tower that is not loaded"
-            need = "a model with a vision tower"
-            raise PromptError("images", need=need, have=have, change=change)
-        return self.images
+        if self.images is not None:
+            return self.images
+        change = "leave the images out"
+        have = f"type {self._model.family}, of which only the text model is supported"
+        if self._model.images is not None:
+            change = "raise --max-image-pixels or --device-memory, and use one process"
+            have = "a tower that is not loaded"
+        raise PromptError("images", need="a model with a vision tower", have=have, change=change)
 
     @cached_property
     def _n_characters(self) -> int:
@@ -272,8 +271,7 @@ class RequestBuilder:
             if self._compiler is None:
                 vocab_size = self._model.vocab_size
                 self._compiler = GrammarCompiler(self._needed_tokenizer, vocab_size, self._end_ids)
-            compiler = self._compiler
-        return compiler.compile(outputs)
+        return self._compiler.compile(outputs)
 
     def _sequences(self, prompt: EncodedPrompt, params: SamplingParams) -> list[Sequence]:
         ids = token_ids(prompt)

@@ -4,17 +4,44 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.bad_words import BadWords
 from offload_rt.executor.grammar import Grammar
-from offload_rt.executor.pooling import Pooling
 from offload_rt.executor.stats import SequenceStats
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.text.detokenize import TextStream
+
+
+@dataclass(eq=False)
+class Pooling:
+    """Embedding: mean or last of the normed hidden states of a prompt.
+
+    is_mean  mean of all tokens; otherwise the last token
+    """
+
+    is_mean: bool
+    _sum: Tensor | None = field(default=None, init=False)
+
+    def restart(self) -> None:
+        """Forget all rows."""
+        self._sum = None
+
+    def add(self, hidden: Tensor) -> None:
+        """Add the next rows, (n, hidden_size)."""
+        rows = hidden.float()
+        if self._sum is None or not self.is_mean:
+            self._sum = torch.zeros_like(rows[0])
+        self._sum += rows.sum(0) if self.is_mean else rows[-1]
+
+    def vector(self) -> Tensor:
+        """Return the embedding: (hidden_size,) float32 of length 1, on the host."""
+        assert self._sum is not None, "the prompt was computed"
+        return F.normalize(self._sum.cpu(), dim=0)  # the mean has the same direction
 
 
 @dataclass(eq=False)

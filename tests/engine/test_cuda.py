@@ -132,26 +132,20 @@ def no_collection():
     gc.enable()
 
 
-def test_close_releases_cuda_graphs(pair, card, no_collection):
-    """At once, not when Python looks for circles: it holds the weights."""
-    settings = {"tree_size": 8, **pair.settings("static_tree", "sequoia")}
-    with card(), on_card(pair.target, **settings) as llm:
-        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
-        held = [weakref.ref(runner) for runner in (llm.engine.runner, llm.engine.draft)]
-    del llm
-    assert [reference() for reference in held] == [None, None]
-
-
-def test_close_releases_host_memory(zoo, card, no_collection):
-    """Immediately, including streamed layers, which threads have used."""
-    directory = zoo.directory("llama", 0)
-    with card(), on_card(directory, drafter="none", **little(directory)) as llm:
-        llm.generate(prompt_of(0), SamplingParams(max_new_tokens=4))
-        tiers = set(filter(None, llm.engine.runner.streamer._sources.streamed))
-        held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
-        del tiers
-    del llm
-    assert held and not any(reference() for reference in held)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_close_releases_graphs_and_host_memory(pair, card, no_collection, is_streamed):
+    """At once, not when Python looks for circles, including layers that threads have used."""
+    with card():
+        settings = {"tree_size": 8, **pair.settings("static_tree", "sequoia")}
+        if is_streamed:
+            settings = {"drafter": "none", **little(pair.target)}
+        with on_card(pair.target, **settings) as llm:
+            llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
+            tiers = set(filter(None, llm.engine.runner.streamer._sources.streamed))
+            held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
+            held += map(weakref.ref, filter(None, (llm.engine.runner, llm.engine.draft)))
+        del llm, tiers
+    assert len(held) > 1 and not any(reference() for reference in held)
 
 
 def test_memory_cap_and_float32_sums_end_with_the_engine_or_a_load_error(zoo, card, monkeypatch):
@@ -376,25 +370,20 @@ def test_failed_capture_disables_graphs_with_a_notice(zoo, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_streamed_passes_find_their_memory_in_one_block(zoo, monkeypatch, is_streamed):
-    """Weights and slots are allocated before."""
+def test_streamed_engine_gathers_memory_and_its_threads_select_the_device(
+    zoo, monkeypatch, is_streamed
+):
+    """Passes find memory in one block. Threads would leave a context on the first card."""
     gathered = []
     monkeypatch.setattr(builder, "_gather_memory", lambda nbytes, device: gathered.append(nbytes))
     directory = zoo.directory("llama", 0)
-    with fake_gpu(monkeypatch):
+    with fake_gpu(monkeypatch) as counts:
         budget = little(directory) if is_streamed else {}
         with on_card(directory, drafter="none", **budget) as llm:
             reserved = llm.plan.reserved
-    assert gathered == ([reserved.cache + reserved.scratch] if is_streamed else [])
-
-
-def test_threads_with_streams_select_the_device(zoo, monkeypatch):
-    """They would begin with the first card, and leave a context there."""
-    directory = zoo.directory("llama", 0)
-    with fake_gpu(monkeypatch) as counts:
-        with on_card(directory, drafter="none", **little(directory)) as llm:
             llm._thread._thread.submit(int).result()
-        assert counts.selected == {"copies", "engine_0"}
+        assert counts.selected == {"engine_0", *["copies"] * is_streamed}
+    assert gathered == [reserved.cache + reserved.scratch] * is_streamed
 
 
 def test_passes_are_captured_while_loading(pair, monkeypatch):

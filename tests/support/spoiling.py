@@ -32,24 +32,16 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
         return chance.choice(ODD)
     if isinstance(value, list):
         i = chance.randrange(len(value))
+        before, after = value[:i], value[i + 1 :]
         inner = spoil_value(value[i], chance)
-        return chance.choice(
-            (
-                [*value[:i], inner, *value[i + 1 :]],
-                value[:i] + value[i + 1 :],
-                [*value, *value],
-                value[::-1],
-            )
-        )
+        return chance.choice(([*before, inner, *after], before + after, value * 2, value[::-1]))
     key = chance.choice(list(value))
+    others = {name: field for name, field in value.items() if name != key}
     match chance.randrange(8):
         case 0:
-            return {name: field for name, field in value.items() if name != key}
+            return others
         case 1:
-            return {
-                str(chance.choice(ODD)) if name == key else name: field
-                for name, field in value.items()
-            }
+            return {**others, str(chance.choice(ODD)): value[key]}
         case 2:
             return {**value, str(chance.choice(ODD)): value[key]}
         case _:
