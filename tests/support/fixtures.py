@@ -4,6 +4,7 @@ import functools
 import json
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,57 +106,54 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint as gpt-oss is published."""
     folder = tmp_path_factory.mktemp("gpt_oss")
-    generator = torch.Generator().manual_seed(0)
-    model = random_model(config_of("gpt_oss"))
-    model.save_pretrained(folder)
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(0))
+    random_model(config_of("gpt_oss")).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    for name in [
-        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    ]:
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    for name in [name for name in tensors if name.endswith(experts)]:
         n, n_in, n_out = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(
-            256, (n, n_out, n_in // 32, 16), generator=generator
-        ).byte()
-        tensors[f"{name}_scales"] = torch.randint(
-            121, 126, (n, n_out, n_in // 32), generator=generator
-        ).byte()
+        tensors[f"{name}_blocks"] = draw(256, (n, n_out, n_in // 32, 16)).byte()
+        tensors[f"{name}_scales"] = draw(121, 126, (n, n_out, n_in // 32)).byte()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": MXFP4_CONFIG}))
     return folder
 
 
-@pytest.fixture(scope="session")
-def model_of(tmp_path_factory):
-    """Return a function from model type to a tiny random model and its checkpoint."""
+def _models(tmp_path_factory, change):
+    """Return a function from model type to a random model of a changed config, and its folder."""
 
     @functools.cache
     def get(kind):
         config = config_of(kind.removesuffix(" alibi"))
-        if kind == "falcon alibi":
-            config.alibi = True
-            config.new_decoder_architecture = config.multi_query = False
+        change(kind, config)
         model = random_model(config)
         folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         return model, folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory):
+    """Return a function from model type to a tiny random model and its checkpoint."""
+
+    def change(kind, config):
+        if kind == "falcon alibi":
+            config.alibi = True
+            config.new_decoder_architecture = config.multi_query = False
+
+    return _models(tmp_path_factory, change)
 
 
 @pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
     """Return a function from model type to a model of eight experts and its checkpoint."""
 
-    @functools.cache
-    def get(kind):
-        config = config_of(kind)
+    def change(kind, config):
         for name in ("num_local_experts", "num_experts", "n_routed_experts"):
             if hasattr(config, name):
                 setattr(config, name, 8)
-        model = random_model(config)
-        folder = tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folder)
-        return model, folder
 
-    return get
+    return _models(tmp_path_factory, change)

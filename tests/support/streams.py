@@ -4,7 +4,9 @@ import functools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -127,38 +129,29 @@ class Watched:
         trap: Trap | None = None,
     ) -> None:
         self.n_parallel = n_parallel
-        self.n_done: dict[int, int] = {}
         self.nbytes = 0
         self.trap = trap
+        self.layout = source.layout
+        self.close = source.close
         self._source = source
         self._late_s = late_s
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._n_asked = dict[int, int]()
-
-    def layout(self, i: int) -> Layout:
-        return self._source.layout(i)
+        self._n_asked = Counter[int]()
 
     def reads(self, i: int, into: Tensor) -> list[Read]:
         with self._lock:
-            n = self._n_asked[i] = self._n_asked.get(i, 0) + 1
-        return [self._watched(i, n, read) for read in self._source.reads(i, into)]
+            self._n_asked[i] += 1
+            n = self._n_asked[i]
+        return [partial(self._read, i, n, read) for read in self._source.reads(i, into)]
 
-    def close(self) -> None:
-        self._source.close()
-
-    def _watched(self, i: int, n: int, read: Read) -> Read:
-        def watched() -> int:
-            with self._lock:
-                late = self._random.choice((0.0, 0.0, self._late_s))
-            if late:
-                time.sleep(late)
-            if self.trap:
-                self.trap(i, n)
-            nbytes = read()
-            with self._lock:
-                self.nbytes += nbytes
-                self.n_done[i] = self.n_done.get(i, 0) + 1
-            return nbytes
-
-        return watched
+    def _read(self, i: int, n: int, read: Read) -> int:
+        with self._lock:
+            late_s = self._random.choice((0.0, 0.0, self._late_s))
+        time.sleep(late_s)
+        if self.trap:
+            self.trap(i, n)
+        nbytes = read()
+        with self._lock:
+            self.nbytes += nbytes
+        return nbytes
