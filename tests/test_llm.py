@@ -191,9 +191,9 @@ def test_prompts_can_be_texts_or_ids(speaking):
     with open_llm(speaking) as llm:
         ids = llm.encode("the quick fox")
         expected = llm.generate("the quick fox", params)[0].token_ids
-        forms = tuple, np.array, np.int32, torch.tensor, lambda ids: list(np.array(ids))
+        forms = list, tuple, np.array, np.int32, torch.tensor, lambda ids: list(np.array(ids))
         prompts = [form(ids) for form in forms]
-        prompts += [ids, {"prompt": "the quick fox"}, {"prompt_token_ids": ids}]
+        prompts += [{"prompt": "the quick fox"}, {"prompt_token_ids": ids}]
         for given, n in (*((each, 1) for each in prompts), (prompts, len(prompts)),
                          (torch.tensor([ids, ids]), 2), ([], 0)):  # fmt: skip
             assert [got.token_ids for got in llm.generate(given, params)] == [expected] * n
@@ -247,8 +247,8 @@ async def collect(llm, prompt, params):
     return [piece async for piece in llm.astream(prompt, params)]
 
 
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+def n_threads():
+    return sum(thread.name.startswith("engine") for thread in threading.enumerate())
 
 
 def count_steps(llm, monkeypatch, fail_at=None):
@@ -357,9 +357,9 @@ def test_error_reaches_all_waiting_tasks(llm, monkeypatch):
 
 
 def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
-    n_before = len(threads())
+    n_before = n_threads()
     llm = open_llm(pair.target, max_model_len=256)
-    assert len(threads()) == n_before, "no task, no thread"
+    assert n_threads() == n_before, "no task, no thread"
 
     async def main():
         started = asyncio.Event()
@@ -372,9 +372,9 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
         tasks = [asyncio.create_task(wait()) for _ in range(3)]
         late = llm._open_thread.apieces([llm.requests.build(PROMPTS[0])])
         await started.wait()
-        assert len(threads()) == n_before + 1
+        assert n_threads() == n_before + 1
         llm.close()
-        assert len(threads()) == n_before
+        assert n_threads() == n_before
         waiting = (*tasks, anext(late), collect(llm, PROMPTS[0], None))
         return await asyncio.gather(*waiting, return_exceptions=True)
 

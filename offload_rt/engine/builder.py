@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -50,9 +51,10 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
         if on_card:
             prepare_cuda(spec.plan.budget.device, spec.device, closes)
         host = closes.enter_context(closing(MemoryTier(register=on_card)))
+        loader = Loader(spec.device, host, closes, cpus_near(spec.device), chunk_nbytes)
         # Draft and target share the memory pool of captured passes.
         capture = CudaCapture() if on_card else None
-        runner, draft = _load_models(spec, host, capture, closes, trace, progress, chunk_nbytes)
+        runner, draft = _load_models(spec, loader, capture, trace, progress)
         shared = spec.ranks.shared_weights(runner, spec.device)
         spec.draft.connect(runner, draft, shared)
         if capture is not None and spec.plan.is_resident:
@@ -96,28 +98,25 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
 
 def _load_models(
     spec: EngineSpec,
-    host: MemoryTier,
+    loader: Loader,
     capture: Capture | None,
-    closes: ExitStack,
     trace: Trace,
     progress: Progress | None,
-    chunk_nbytes: int,
 ) -> tuple[Runner, Runner | None]:
     """Load both models; the draft's passes are captured before the target starts to copy."""
     target = spec.target
     plan = spec.plan
-    settings = spec.files.disk.settings
+    open_packed = partial(open_files, settings=spec.files.disk.settings, device=spec.device)
     with ExitStack() as loading:
-        stored = loading.enter_context(
-            closing(open_files(spec.files.checkpoint, settings, spec.device, target.mirrors))
-        )
-        draft_files = spec.draft.open(settings)
-        if draft_files is not None:
-            loading.enter_context(closing(draft_files))
-        n_bytes = target.loaded_nbytes(plan, spec.files, stored)
-        n_bytes += spec.draft.loaded_nbytes(plan, draft_files, stored)
-        loaded = summed(n_bytes, progress) if progress else None
-        loader = Loader(spec.device, host, closes, cpus_near(spec.device), loaded, chunk_nbytes)
+        files = open_packed(spec.files.checkpoint, mirrors=target.mirrors)
+        stored = loading.enter_context(closing(files))
+        draft_files = None
+        if spec.draft.checkpoint is not None:
+            draft_files = loading.enter_context(closing(open_packed(spec.draft.checkpoint)))
+        if progress:
+            n_bytes = target.loaded_nbytes(plan, spec.files, stored)
+            n_bytes += spec.draft.loaded_nbytes(plan, draft_files, stored)
+            loader = replace(loader, loaded=summed(n_bytes, progress))
         draft = spec.draft.build(loader, draft_files)
         sources = target.load(loader, plan, spec.files, stored)
         if spec.draft.copies_target:

@@ -120,11 +120,6 @@ class DraftSpec:
             change = "raise --device-memory, or use another drafter"
             raise CapacityError(problem, need="all layers on the device", have=have, change=change)
 
-    def open(self, settings: ReadSettings) -> DiskTier | None:
-        """Open the files of the draft model for loading."""
-        draft = self.checkpoint
-        return None if draft is None else open_files(draft, settings, self.target.device)
-
     def loaded_nbytes(self, plan: Plan, files: DiskTier | None, stored: DiskTier) -> int:
         """Return the bytes that `build` and `build_copies` read from files of draft and target."""
         nbytes = 0

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -42,14 +41,6 @@ def summed(total: int, progress: Progress) -> Callable[[int], None]:
     return add
 
 
-class Block(NamedTuple):
-    """Weights to load: the tier, the number in that tier, and the tensors."""
-
-    tier: str
-    i: int
-    tensors: BlockRecord
-
-
 def open_files(
     model: Checkpoint, settings: ReadSettings, device: torch.device, mirrors: Mirrors = NO_MIRRORS
 ) -> DiskTier:
@@ -71,21 +62,20 @@ class Loader:
     host: MemoryTier
     closes: ExitStack
     cpus: Cpus = frozenset()
-    loaded: Callable[[int], None] | None = None
     chunk_nbytes: int = CHUNK
+    loaded: Callable[[int], None] | None = None
 
     def resident(self, checkpoint: Checkpoint, files: DiskTier, rounding: str) -> LayerSources:
         """Load a whole model to the device: its layers, then the remaining weights."""
         tier = self.new_tier()
 
-        def work(block: Block) -> Callable[[], PackedLayer]:
+        def work(i: int) -> Callable[[], PackedLayer]:
             if rounding == "none":
-                return self.reader(files, block.i, "device")
-            read = self.reader(files, block.i)
+                return self.reader(files, i, "device")
+            read = self.reader(files, i)
             return lambda: rounded(read(), rounding, self.device)
 
-        numbered = [Block("device", i, tensors) for i, tensors in enumerate(checkpoint.blocks)]
-        self.fill({"device": tier}, numbered, work)
+        self.fill([tier] * len(checkpoint.blocks), checkpoint.blocks, work)
         return LayerSources(tier, (None,) * checkpoint.spec.n_layers, 0)
 
     def new_tier(self, register: bool = False) -> MemoryTier:
@@ -94,22 +84,22 @@ class Loader:
 
     def fill(
         self,
-        tiers: dict[str, MemoryTier],
-        blocks: Sequence[Block],
-        work: Callable[[Block], Callable[[], PackedLayer]],
+        tiers: Sequence[MemoryTier | None],
+        blocks: Sequence[BlockRecord],
+        work: Callable[[int], Callable[[], PackedLayer]],
     ) -> None:
-        """Load the blocks of the given tiers; blocks with equal tensors share memory.
+        """Load each block into its tier, if any; blocks with equal tensors share memory.
 
         Reading a block by the function that `work` returns overlaps pinning the previous block.
         """
-        same: dict[tuple[str, BlockRecord], list[Block]] = {}
-        for block in blocks:
-            if block.tier in tiers:
-                same.setdefault((block.tier, block.tensors), []).append(block)
+        same: dict[tuple[MemoryTier, BlockRecord], list[int]] = {}
+        for i, (tier, block) in enumerate(zip(tiers, blocks, strict=True)):
+            if tier is not None:
+                same.setdefault((tier, block), []).append(i)
         with closing(done_ahead((work(equal[0]) for equal in same.values()), "loads")) as images:
-            for equal, image in zip(same.values(), images, strict=True):
-                for block in equal:
-                    tiers[block.tier].put(block.i, image)
+            for ((tier, _), equal), image in zip(same.items(), images, strict=True):
+                for i in equal:
+                    tier.put(i, image)
 
     def reader(
         self, files: DiskTier | SidecarTier, i: int, tier: str = "host"

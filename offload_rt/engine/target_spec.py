@@ -11,7 +11,7 @@ from offload_rt.config import format_size
 from offload_rt.dtypes import DTYPES, DType
 from offload_rt.engine import profile
 from offload_rt.engine.link import LinkFormat
-from offload_rt.engine.loader import Block, Loader
+from offload_rt.engine.loader import Loader
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.executor.image_encoder import KEPT_IMAGES, ImageEncoder
@@ -189,16 +189,16 @@ class TargetSpec:
     ) -> LayerSources:
         """Load the weights that the placement keeps in memory."""
         resident = loader.new_tier()
-        blocks = zip(self._tiers(plan), files.checkpoint.blocks, strict=True)
+        names = self._tiers(plan)
 
-        def work(block: Block) -> Callable[[], PackedLayer]:
-            if block.tier == "host" and self.link.encodes:
-                return partial(_encode, loader, stored, block.i, plan.host_slot_nbytes)
-            is_encoded = block.tier == "host" and self.link.sidecar
-            return loader.reader(files.disk if is_encoded else stored, block.i, block.tier)
+        def work(i: int) -> Callable[[], PackedLayer]:
+            if names[i] == "host" and self.link.encodes:
+                return partial(_encode, loader, stored, i, plan.host_slot_nbytes)
+            is_encoded = names[i] == "host" and self.link.sidecar
+            return loader.reader(files.disk if is_encoded else stored, i, names[i])
 
-        numbered = [Block(tier, i, tensors) for i, (tier, tensors) in enumerate(blocks)]
-        loader.fill({"device": resident, "host": loader.host}, numbered, work)
+        tiers = {"device": resident, "host": loader.host, "disk": None}
+        loader.fill([tiers[name] for name in names], files.checkpoint.blocks, work)
         return self._sources(loader, plan, files, resident)
 
     def _sources(
@@ -311,8 +311,7 @@ def _experts(
         cache = TieredExperts(sizes, n_slots, images, streamer)
     else:
         images = loader.new_tier(register=True)
-        numbered = [Block("host", i, tensors) for i, tensors in enumerate(files.blocks)]
-        loader.fill({"host": images}, numbered, lambda block: loader.reader(files, block.i))
+        loader.fill([images] * len(files.blocks), files.blocks, partial(loader.reader, files))
         cache = CardExperts(sizes, n_slots, images, view, streamer)
     loader.closes.enter_context(closing(cache))
     # One thread remains for kernel launches.
