@@ -1,6 +1,7 @@
 """Measured rates of memory and link; host memory within its budget, also while loading."""
 
 import time
+from functools import partial
 from itertools import chain, repeat
 from unittest.mock import Mock
 
@@ -110,13 +111,13 @@ def test_no_layer_is_read_while_passes_are_timed(tmp_path, monkeypatch):
     timed = profile._seconds_of_parts
     n_reads = []
 
-    def slow_reads(tier, i, into):
-        def slow(read):
-            time.sleep(0.02 * i)
-            n_reads.append(i)
-            return read()
+    def slow(i, read):
+        time.sleep(0.02 * i)
+        n_reads.append(i)
+        return read()
 
-        return [lambda read=read: slow(read) for read in reads(tier, i, into)]
+    def slow_reads(tier, i, into):
+        return [partial(slow, i, read) for read in reads(tier, i, into)]
 
     def watched(runner, block, step):
         n_before = len(n_reads)

@@ -8,11 +8,11 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.command_line import PROMPT, one_sentence
 from support.programs import wait_until
@@ -27,22 +27,16 @@ from offload_rt.offload.mirrors import DirectFiles
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let a number of disk reads succeed, then fail each."""
     reads = DiskTier.reads
-    count = 0
+    good = iter(range(n_reads))
 
-    def spoilt(self: DiskTier, i: int, into: torch.Tensor) -> list[Callable[[], int]]:
-        def failing(part: Callable[[], int]) -> Callable[[], int]:
-            def read() -> int:
-                nonlocal count
-                count += 1
-                if count > n_reads:
-                    raise error
-                return part()
+    def spoilt(part: Callable[[], int]) -> int:
+        if next(good, None) is None:
+            raise error
+        return part()
 
-            return read
-
-        return [failing(part) for part in reads(self, i, into)]
-
-    monkeypatch.setattr(DiskTier, "reads", spoilt)
+    monkeypatch.setattr(
+        DiskTier, "reads", lambda *arguments: [partial(spoilt, part) for part in reads(*arguments)]
+    )
 
 
 @pytest.mark.parametrize(("error", "code", "reason", "said"), [
@@ -142,9 +136,8 @@ def test_closed_or_unreferenced_llm_leaves_no_thread_and_no_file(is_closed, mode
             llm.close()
             with pytest.raises(OffloadError, match="closed"):
                 llm.generate(PROMPT)
-        else:
-            del llm
-            gc.collect()
+        del llm
+        gc.collect()
 
 
 def test_interrupt_while_loading_leaves_no_thread(line, model, monkeypatch):

@@ -40,8 +40,7 @@ _GUARD = Path(__file__).with_name("cuda_guard.cpp")
 _aten = torch.ops.aten
 # Operations that accept tensors of both devices.
 _MAY_MIX = {_aten.copy_.default, _aten._to_copy.default, _aten.index.Tensor,
-    _aten.index_put_.default,
-            _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
+    _aten.index_put_.default, _aten.index_put.default, _aten._index_put_impl_.default}  # fmt: skip
 # Arguments that concern a device. Without them and without tensors there, a call is the CPU's.
 _OF_DEVICES = {"device", "generator", "pin_memory"}
 _GENERATORS: dict[int, torch.Generator] = {}  # of the device, by address
@@ -119,11 +118,9 @@ def _inner(value: Any) -> Any:
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
-    return (
-        type(value)(_each(change, element) for element in value)
-        if type(value) in (list, tuple)
-        else change(value)
-    )
+    if type(value) not in (list, tuple):
+        return change(value)
+    return type(value)(_each(change, element) for element in value)
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -149,10 +146,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     generator = kwargs.get("generator")
     is_alike = generator is None or (generator._cdata in _GENERATORS) == on_device
     assert is_alike, f"{func} draws with the other device's generator"
-    if wanted not in (None, "meta"):
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    if kwargs.get("pin_memory"):
-        kwargs = {**kwargs, "pin_memory": False}
+    changes = {} if wanted in (None, "meta") else {"device": torch.device("cpu")}
+    changes |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
+    kwargs = kwargs | changes
     out = _called(func, args, kwargs)
     if func is _aten._to_copy.default and wanted is not None and on_device != _is_there(args[0]):
         out = out.clone() if out is args[0] else out
@@ -211,12 +207,9 @@ def fake_gpu(
     _COUNTS.selected.clear()
     kernels = _Kernels(emulated.load()) if has_kernels else None
     transfer._pending_reads.cache_clear()
-    driver = SimpleNamespace(
-        cudaHostRegister=lambda *_: 0 if pins else 1, cudaHostUnregister=lambda *_: 0
-    )
-    properties = SimpleNamespace(
-        pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0xFF, is_integrated=is_integrated
-    )  # at no bus
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: not pins, cudaHostUnregister=lambda *_: 0)
+    no_bus = {"pci_domain_id": 0xFFFF, "pci_bus_id": 0xFF, "pci_device_id": 0xFF}
+    properties = SimpleNamespace(**no_bus, is_integrated=is_integrated)
     fractions = [1.0]
     for name, value in {
         "is_available": lambda: True,
