@@ -133,13 +133,15 @@ def no_collection():
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_close_releases_graphs_and_host_memory(pair, card, no_collection, is_streamed):
+def test_close_releases_graphs_and_host_memory(zoo, pair, card, no_collection, is_streamed):
     """At once, not when Python looks for circles, including layers that threads have used."""
     with card():
+        directory = pair.target
         settings = {"tree_size": 8, **pair.settings("static_tree", "sequoia")}
         if is_streamed:
-            settings = {"drafter": "none", **little(pair.target)}
-        with on_card(pair.target, **settings) as llm:
+            directory = zoo.directory("llama", 0)
+            settings = {"drafter": "none", **little(directory)}
+        with on_card(directory, **settings) as llm:
             llm.generate(prompt_of(0), SamplingParams(max_new_tokens=8))
             tiers = set(filter(None, llm.engine.runner.streamer._sources.streamed))
             held = [weakref.ref(image.block) for tier in tiers for image in tier._images.values()]
@@ -163,13 +165,13 @@ def test_memory_cap_and_float32_sums_end_with_the_engine_or_a_load_error(zoo, ca
         budget = little(directory)
         before = state()
         assert before[1] == (True, True)
-        with on_card(directory, drafter="none", device_memory=budget):
+        with on_card(directory, drafter="none", **budget):
             assert state()[0] < before[0] and state()[1] == (False, False)
         assert state() == before
         failed = Mock(side_effect=LinkError("the disk has gone"))
         monkeypatch.setattr(loader, "read_parallel", failed)
         with pytest.raises(LinkError):
-            on_card(directory, drafter="none", device_memory=budget)
+            on_card(directory, drafter="none", **budget)
         assert state() == before
 
 

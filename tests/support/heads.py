@@ -209,7 +209,7 @@ def probe(
         engine.add(sequence)
         for _ in range(n_steps):
             engine.step()
-    n_accepted = sum(sequence.n_new - sequence.stats.n_passes for sequence in several)
+    n_accepted = sum(sequence.n_new - len(sequence.stats.passes) for sequence in several)
     assert n_accepted > 2, "hardly anything was accepted"
     states = [drafter._model.start(sequence, 24, is_alone=False) for sequence in several]
     rounds = ([0, 0], [4, 6]), ([1, 2, 1], [1, 1, 7])
@@ -230,4 +230,4 @@ def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
         parts = runner_of(llm), drafter_of(llm, drafter, rule, limits), load_rule(rule)
         texts.append(run_together(*parts, batch, limits.n_nodes))
     assert texts[0] == texts[1]
-    assert sum(sequence.stats.n_passes for sequence in batch) < 9 * 14, "nothing was accepted"
+    assert sum(len(sequence.stats.passes) for sequence in batch) < 9 * 14, "nothing was accepted"
