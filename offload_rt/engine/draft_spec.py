@@ -182,8 +182,7 @@ class DraftSpec:
         n_levels = memory.limits.n_levels
         identity = self.target.checkpoint.identity
         n_tokens = runner.spec.vocab_size
-        draft_model = None
-        self_model = None
+        draft_model = self_model = None
         pair_stats = PairStats.load(identity, drafting.name)
         if draft is not None:
             context = resources.draft_context
@@ -212,8 +211,7 @@ class DraftSpec:
         if self.checkpoint is None:
             return COPIES
         rounding = self.drafting.rounding
-        identity = self.checkpoint.identity
-        return identity if rounding == "none" else f"{identity} {rounding}"
+        return self.checkpoint.identity + ("" if rounding == "none" else f" {rounding}")
 
     def level_seconds(self, n_rows: int) -> float:
         """Measure a draft level of `n_rows` rows; 0 without a draft model.

@@ -129,6 +129,7 @@ class Watched:
         trap: Trap | None = None,
     ) -> None:
         self.n_parallel = n_parallel
+        self.n_done = Counter[int]()
         self.nbytes = 0
         self.trap = trap
         self.layout = source.layout
@@ -154,4 +155,5 @@ class Watched:
         nbytes = read()
         with self._lock:
             self.nbytes += nbytes
+            self.n_done[i] += 1
         return nbytes
