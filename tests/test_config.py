@@ -113,16 +113,6 @@ def test_every_field_has_a_flag_that_sets_only_it(cls, name):
             assert is_same or getattr(got, item.name) == item.default
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_flags_are_kebab_case_and_have_help(cls):
-    parser = Parser("test", "flags", cls)
-    actions = [each for each in parser._actions if each.dest != "help" and each.option_strings]
-    flags = sorted(action.option_strings[0] for action in actions)
-    assert flags == sorted("--" + item.name.replace("_", "-") for item in flagged(cls))
-    assert all(action.help for action in actions)
-    assert "default: None" not in parser.format_help()
-
-
 def test_help_is_grouped_and_names_choices_and_defaults():
     parser = Parser("test", "flags", EngineConfig, SamplingParams, examples=("test DIR",))
     words = " ".join(parser.format_help().split())

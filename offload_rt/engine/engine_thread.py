@@ -20,9 +20,8 @@ _Put = Callable[[IndexedPiece | BaseException], None]
 
 
 class _Member(NamedTuple):
-    """A running request: ids of its sequences, position within its call, queue of its call."""
+    """Position of a running request within its call, and the queue of its call."""
 
-    ids: list[int]
     position: int
     put: _Put
 
@@ -102,17 +101,18 @@ class EngineThread:
 
     def _join(self, requests: Sequence[Request], put: _Put) -> None:
         for i, request in enumerate(requests):
-            ids = [self.engine.add(sequence) for sequence in request.sequences]
-            self._running[request] = _Member(ids, i, put)
+            for sequence in request.sequences:
+                self.engine.add(sequence)
+            self._running[request] = _Member(i, put)
         if not self._is_stepping:
             self._submit(self._step)
         self._is_stepping = True
 
     def _leave(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            member = self._running.pop(request, None)
-            for id in member.ids if member else ():
-                self.engine.abort(id)
+            if self._running.pop(request, None) is not None:
+                for sequence in request.sequences:
+                    self.engine.abort(sequence)
 
     def _step(self) -> None:
         self._is_stepping = bool(self._running)

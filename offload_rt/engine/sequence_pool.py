@@ -15,7 +15,6 @@ from offload_rt.speculate.protocols import Drafter
 class RunningSequence:
     """A sequence in every pass, with its cache; `share` is None if all rows are on the device."""
 
-    id: int
     sequence: Sequence
     cache: int
     n_rows: int
@@ -47,17 +46,15 @@ class Scheduler:
         """Return the nodes per tree for `n_sequences` running sequences."""
         return max(self.n_nodes // n_sequences, 1)
 
-    def admit(
-        self, running: list[RunningSequence], waiting: deque[tuple[int, Sequence]]
-    ) -> list[tuple[int, Sequence]]:
+    def admit(self, running: list[RunningSequence], waiting: deque[Sequence]) -> list[Sequence]:
         """Pop the sequences that fit beside the running sequences."""
-        n = 0
-        while n < len(waiting):
-            candidates = [waiting[i][1] for i in range(n + 1)]
-            if not self.fits(running, candidates, self.share(len(running) + len(candidates))):
+        admitted = list[Sequence]()
+        while waiting:
+            n_nodes = self.share(len(running) + len(admitted) + 1)
+            if not self.fits(running, [*admitted, waiting[0]], n_nodes):
                 break
-            n += 1
-        return [waiting.popleft() for _ in range(n)]
+            admitted.append(waiting.popleft())
+        return admitted
 
     def fits(self, present: list[RunningSequence], new: list[Sequence], n_nodes: int) -> bool:
         """Return whether new sequences with trees of `n_nodes` fit beside present caches."""
@@ -87,8 +84,7 @@ class SequencePool:
     scheduler: Scheduler
     prompt_seconds: float | None = None
     is_short: bool = field(default=False, init=False)
-    _n_added: int = field(default=0, init=False)
-    _waiting: deque[tuple[int, Sequence]] = field(default_factory=deque, init=False)
+    _waiting: deque[Sequence] = field(default_factory=deque, init=False)
     _running: list[RunningSequence] = field(default_factory=list, init=False)
     _kept: list[RunningSequence] = field(default_factory=list, init=False)  # next evicted first
 
@@ -102,17 +98,16 @@ class SequencePool:
         """Number of sequences that wait for memory."""
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> int:
-        """Queue a sequence; return the id of its events."""
-        self._n_added += 1
-        self._waiting.append((self._n_added, sequence))
-        return self._n_added
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._waiting.append(sequence)
 
-    def abort(self, id: int) -> None:
+    def abort(self, sequence: Sequence) -> None:
         """Drop a waiting or running sequence; ignore finished sequences."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != id)
-        for running in [running for running in self._running if running.id == id]:
-            running.sequence.finish_reason = "abort"
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        for running in [running for running in self._running if running.sequence is sequence]:
+            sequence.finish_reason = "abort"
             self._finish(running)
 
     def reset_prefix_cache(self) -> None:
@@ -127,11 +122,11 @@ class SequencePool:
         split = self.scheduler.split
         is_alone = len(admitted) == 1 and not self._running
         n_nodes = self.scheduler.share(max(len(self._running) + len(admitted), 1))
-        for i, (id, sequence) in enumerate(admitted):
+        for i, sequence in enumerate(admitted):
             n_rows = sequence.longest - 1 + n_nodes
             share = None if split is None else split.share(n_rows, n_nodes, is_alone)
-            running = RunningSequence(id, sequence, -1, n_rows, n_nodes, share)
-            self._open_cache(running, [later for _, later in admitted[i + 1 :]], is_alone)
+            running = RunningSequence(sequence, -1, n_rows, n_nodes, share)
+            self._open_cache(running, admitted[i + 1 :], is_alone)
             self._running.append(running)
             self.drafter.begin(sequence, running.cache, n_nodes)
 
@@ -147,7 +142,7 @@ class SequencePool:
     def _preempt(self, running: RunningSequence) -> None:
         """Return a sequence to the queue until another sequence finishes; drop its rows."""
         self._running.remove(running)
-        self._waiting.appendleft((running.id, running.sequence))
+        self._waiting.appendleft(running.sequence)
         self.runner.free_cache(running.cache)
         self.drafter.end(running.sequence)
         self.is_short = True

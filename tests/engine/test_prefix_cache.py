@@ -163,10 +163,10 @@ def test_chunked_prompt_has_the_same_logprobs(opened):
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     with llm:
         expected = llm.generate(LONG, params)[0].prompt_logprobs
-        _, long = joined(llm, LONG, 0.0, params)
+        first, long = joined(llm, LONG, 0.0, params)
         while long.finish_reason is None:
             llm.engine.step()
-        llm.engine.abort(1)
+        llm.engine.abort(first)
     assert len(expected) == len(LONG) and expected[0] is None
     for logprobs, wanted in zip(long.logprobs[1 : len(LONG)], expected[1:], strict=True):
         assert {token: entry.logprob for token, entry in logprobs.items()} == {
@@ -181,8 +181,8 @@ def test_prompt_takes_one_pass_when_alone_or_in_the_allowed_time(opened):
         output = llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))[0]
         assert output.stats.n_passes == 4
         llm.engine.reset_prefix_cache()
-        _, long = joined(llm, LONG, 1e6)
+        several = joined(llm, LONG, 1e6)
         llm.engine.step()
-        assert long.n_new == 1
-        for id in (1, 2):
-            llm.engine.abort(id)
+        assert several[1].n_new == 1
+        for sequence in several:
+            llm.engine.abort(sequence)
