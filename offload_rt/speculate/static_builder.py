@@ -23,14 +23,13 @@ _LEAST_CHILDREN = 8
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A topology in level order, prepared for growth.
+    """Levels of a topology in level order, prepared for growth.
 
     inner   nodes with children, per level
     below   nodes of the next level, per level
     row_of  (n,) index of a node among the inner nodes, -1 for a leaf
     """
 
-    topology: Topology
     inner: tuple[np.ndarray, ...]
     below: tuple[np.ndarray, ...]
     row_of: np.ndarray
@@ -46,7 +45,7 @@ def shape_of(topology: Topology) -> Shape:
     levels = [np.flatnonzero(depths == depth) for depth in range(topology.n_levels)]
     inner = tuple(level[has_children[level]] for level in levels)
     row_of = np.where(has_children, np.cumsum(has_children) - 1, -1)
-    return Shape(topology, inner, tuple(levels[1:]), row_of)
+    return Shape(inner, tuple(levels[1:]), row_of)
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class StaticTreeBuilder:
     def extend(self, selected: Tensor) -> None:
         """Assign tokens to the next level, and add the rows of its inner nodes."""
         shape = self._shape
-        topology = shape.topology
+        topology = self._plan.topology
         level = self._level
         is_deterministic = self._plan.child_sampling == "deterministic"
         n_tokens = selected.shape[1] // 2 if is_deterministic else self._n_children
@@ -135,7 +134,7 @@ class StaticTreeBuilder:
     @property
     def _n_children(self) -> int:
         """Maximum number of children of a node at the current level."""
-        return int(self._shape.topology.ranks[self._shape.below[self._level]].max()) + 1
+        return int(self._plan.topology.ranks[self._shape.below[self._level]].max()) + 1
 
     def _keep(self, probs: Tensor) -> Tensor:
         """Append the distributions of a level to the stored levels; return the stored rows."""
@@ -160,7 +159,7 @@ class StaticTreeBuilder:
             independent = self._plan.child_sampling == "independent"
             row_of = self._shape.row_of[nodes]
             sampled = SampledNodes(nodes > 0, self._draft_probs, row_of, independent)
-        self._topology = self._shape.topology.subtree(nodes)
+        self._topology = self._plan.topology.subtree(nodes)
         expected = min(self._plan.expected, len(nodes))
         return DraftTree(self._topology, torch.from_numpy(self._tokens[nodes]), sampled, expected)
 

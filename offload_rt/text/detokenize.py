@@ -96,8 +96,7 @@ class TextStream:
         return self.text[start : self._n_taken]
 
     def _decode_window(self) -> str:
-        decoded = self._tokenizer.decode(self._window, skip_special_tokens=self._skips_special)
-        return str(decoded)
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=self._skips_special))
 
 
 def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:

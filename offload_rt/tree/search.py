@@ -31,8 +31,7 @@ class TreeTable:
         """
         chances = np.where(self.depths < levels, self.chances, 0.0)
         nodes = _largest(chances, n)
-        nodes = nodes[chances[nodes] > 0]
-        return Topology(np.searchsorted(nodes, self.parents[nodes]) - (self.parents[nodes] < 0))
+        return Topology(self.parents).subtree(nodes[chances[nodes] > 0])
 
 
 def search(acceptance: np.ndarray, n_nodes: int, max_levels: int) -> TreeTable:

@@ -103,9 +103,7 @@ class Topology:
 
     def subtree(self, nodes: np.ndarray) -> Topology:
         """Return the tree of these nodes, ascending and with the parents of each."""
-        place = np.full(len(self) + 1, -1)
-        place[nodes] = np.arange(len(nodes))
-        return Topology(place[self.parents[nodes]])
+        return Topology(np.searchsorted(nodes, self.parents[nodes]) - (self.parents[nodes] < 0))
 
     @cached_property
     def _n_run(self) -> int:

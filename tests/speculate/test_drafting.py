@@ -148,14 +148,6 @@ def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size
     assert (values[0, len(order) :] <= 0).all()
 
 
-def test_draft_logits_have_the_width_of_the_target():
-    logits = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).bfloat16()
-    assert child_sampling.fitted(logits, 2).tolist() == logits[:, :2].tolist()
-    wide = child_sampling.fitted(logits, 5)
-    assert wide.dtype == torch.float32 and wide[:, :3].tolist() == logits.tolist()
-    assert (wide[:, 3:] == -torch.inf).all()
-
-
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_first_value_reveals_draft_logits_that_are_no_numbers(number):
     values = torch.tensor([[0.5, number], [0.25, -torch.inf]])

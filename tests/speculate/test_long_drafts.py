@@ -241,30 +241,6 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
     assert n_passes < n_plain or models == "pair"
 
 
-def test_triforce_states_the_middle_models_distribution(pair):
-    """A chain with the distributions of the target on its view, unaffected by the small draft."""
-    sequence = Sequence(prompt_of(0, 70), SamplingParams(30, temperature=0.9, seed=1), 200)
-    limits = DraftLimits(8, 8, fixed_size=True, fixed_depth=True)
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        drafter = drafter_of(llm, "triforce", "traversal", limits)
-        begin(llm, drafter, [sequence], 8)
-        (tree,) = drafter.propose([sequence], 8)
-        assert tree.topology.is_chain and len(tree.tokens) == 8
-        assert tree.sampled.is_sampled[1:].all()
-        state = drafter._model._states[sequence]
-        tokens = [*sequence.tokens, *tree.tokens[1:-1].tolist()]
-        llm.engine.runner.discard(state.cache)
-        # The row of the root is there, as it was computed first.
-        assert llm.engine.runner.n_committed(state.cache) == 69
-        lacking = torch.tensor(tokens[69:])
-        step = Step(state.cache, lacking, Topology.chain(7), 6, len(tokens), n_done=1)
-        probs = torch.softmax(llm.engine.runner.forward([step])[0] / 0.9, -1)
-        # The first pass, which chooses the rows of the view, sees all of them.
-        first = torch.softmax(logits_of(pair.model, sequence.tokens)[-1:] / 0.9, -1)
-    expected = torch.cat((first, probs))
-    torch.testing.assert_close(tree.sampled.draft_probs, expected, atol=1e-4, rtol=1e-3)
-
-
 # Where it pays, and what is refused
 
 

@@ -33,9 +33,8 @@ class Coupled:
 
         def tokens_after(nodes: slice) -> list[int]:
             (levels,) = to_device([depths[nodes]], target.device)
-            parts = zip(
-                torch.split(target[nodes], _N_ROWS), torch.split(levels, _N_ROWS), strict=True
-            )
+            split = (torch.split(part, _N_ROWS) for part in (target[nodes], levels))
+            parts = zip(*split, strict=True)
             tokens = [draw(probs, noise.index_select(0, rows)) for probs, rows in parts]
             drawn: list[int] = to_host([torch.cat(tokens)])[0].tolist()
             return drawn
