@@ -33,7 +33,7 @@ def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Save a tiny random model with a vision tower; return the model of transformers."""
     config = config_of(kind)
     if config.vision_config is None:
-        config.vision_config = _small(Gemma4VisionConfig(), SIZES)
+        config.vision_config = _small(Gemma4VisionConfig(), SIZES, ())
     tower = config.vision_config
     more = _OF_TYPE.get(kind, {})
     for name, value in (_TOWER | more).items():
