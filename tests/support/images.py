@@ -1,7 +1,6 @@
 """Tiny random models with vision towers, prompts with images, and their greedy texts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import Gemma4VisionConfig, PreTrainedModel
 from bench.models.tiny import SIZES, _small, config_of, random_model
 from offload_rt.models.image_prompt import ImagePrompt, PromptImage, image_key
 from offload_rt.models.image_tower import ImageTower
-from support.tiny import GreedyText, prompt_of
+from support.tiny import prompt_of
 
 IMAGE_ID = 150
 # Sizes of the tower and the projector; those of the whole model are separate.
@@ -95,23 +94,11 @@ def image_prompt(
     return tower.prompt(ids, tuple(images))
 
 
-def generate_images(model: PreTrainedModel, prompt: ImagePrompt, n_new: int) -> GreedyText:
+def generate_images(model: PreTrainedModel, prompt: ImagePrompt, n_new: int) -> list[int]:
     """The greedy continuation of a prompt with images by transformers."""
-
-    def successors(text: list[int]) -> list[int]:
-        if IMAGE_ID in text:  # transformers would look for another image
-            return []
-        logits = image_logits(model, replace(prompt, ids=prompt.ids + text))
-        return logits[len(prompt.ids) - 1 :].argmax(-1).tolist()
-
-    def produce(n_new: int) -> list[int]:
-        out = model.generate(
-            **_inputs(model, prompt), max_new_tokens=n_new, min_new_tokens=n_new, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
-        return out[0, len(prompt.ids) :].tolist()
-
-    return GreedyText(n_new, successors, produce, [])
+    lengths = {"max_new_tokens": n_new, "min_new_tokens": n_new}
+    out = model.generate(**_inputs(model, prompt), **lengths, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt.ids) :].tolist()
 
 
 @torch.no_grad()
