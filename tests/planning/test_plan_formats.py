@@ -19,7 +19,6 @@ from offload_rt.config import EngineConfig, parse_size
 from offload_rt.cost.roofline import Roof, layer_weights
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.families import parse_architecture
 from offload_rt.planning import local
 from offload_rt.planning.acceptance import power_law
@@ -81,13 +80,6 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
     multiplies = Roof(flops=1.0, bandwidth=1e30)
     by_hand = 200 * (layer - experts * 6 / 8 + 100 * 4 * 32)
     assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
-
-
-def test_self_draft_is_refused_for_general_models():
-    target = Sizes.of_spec(parse_architecture(MIXTURE), DType.BFLOAT16)
-    machine = Machine.with_card(find_card("l40"), 10**10, 7.0)
-    with pytest.raises(UnsupportedModelError, match="draft for itself"):
-        predict(request(target, copies(target), drafter="self"), machine)
 
 
 FORMATS = [Choice("fp8"), Choice("pack-quantized", symmetric=True), Choice("awq"), "Q4_0"]
