@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.common.measure import Spread, interleaved, timed
 from bench.common.pacing import PacedLink, sweep
-from offload_rt.offload import disk
+from offload_rt.offload import mirrors
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.mirrors import NO_MIRRORS, Mirrors
@@ -33,7 +33,7 @@ CASES = {"two equal disks": (0.6, 0.6), "a disk and one of a third": (0.6, 0.2)}
 def paced_folders(gbps: dict[Path, float]) -> Iterator[None]:
     """Pace all reads of files in these folders."""
     links = {folder.resolve(): PacedLink(rate) for folder, rate in gbps.items()}
-    fill = disk.fill
+    fill = mirrors.fill
 
     def paced(into: Tensor, need: int, file: int, start: int, name: str) -> None:
         def read() -> int:
@@ -42,7 +42,7 @@ def paced_folders(gbps: dict[Path, float]) -> Iterator[None]:
 
         links[Path(name).resolve().parent].paced(read)()
 
-    with mock.patch.object(disk, "fill", paced):
+    with mock.patch.object(mirrors, "fill", paced):
         yield
 
 
