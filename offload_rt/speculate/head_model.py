@@ -163,9 +163,7 @@ class LevelModel(HeadModel):
 
     def _tree_state(self, sequence: Sequence, n_nodes: int) -> TreeState:
         """Return the state of a tree without draft rows."""
-        state = TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self.runner.device)
-        state.clear(sequence.tokens[-1])
-        return state
+        return TreeState(self.vocab_size, ROWS_PER_NODE * n_nodes, sequence, self.runner.device)
 
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
         outs = []

@@ -29,9 +29,6 @@ _TREE_SHARE = 1 / 8
 _STREAMED_SHARE = 0.03
 _STREAMED_SHARE_OF_SMALL = 0.05
 _SMALL_NODES = 64
-# Drafters of `--drafter auto`, without and with a draft model.
-_DEFAULT = "recycle"
-_DEFAULT_WITH_MODEL = "adaptive_tree"
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def pick_drafter(config: EngineConfig) -> Drafting:
     """Select drafter and rule. Raises SettingsError for an invalid combination of settings."""
     name = config.drafter
     if name == "auto":
-        name = _DEFAULT if config.draft_model is None else _DEFAULT_WITH_MODEL
+        name = "recycle" if config.draft_model is None else "adaptive_tree"
     chosen = drafter_type(name)
     resources = chosen.resources
     if config.draft_model is not None and not resources.uses_checkpoint:

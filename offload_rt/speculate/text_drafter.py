@@ -109,7 +109,6 @@ class TextDrafter(Drafter):
     ) -> Proposal:
         """Grow a tree of the text's candidates, which need no draft rows."""
         state = TreeState(0, 1, sequence, torch.device("cpu"))
-        state.clear(sequence.tokens[-1])
         state.computed()
         estimates = self.estimates_at(sequence.temperature)
         text = TextCandidates(self._recycler, sequence, size[1])

@@ -51,10 +51,9 @@ class TreeState:
         self.vocab_size = vocab_size
         self.sequence = sequence
         self.generator = generator_on(device, sequence.generator)
-        self.tokens: list[int] = []
         self.lacking: list[int] = []
         self._tree = GrowingTree(most_rows)
-        self.n_done = 0
+        self.clear(sequence.tokens[-1])
         self.ahead: Path = ()
         self.noise: Tensor | None = None
         self.most_rows = most_rows

@@ -185,7 +185,6 @@ def test_noise_of_some_rows_at_once_is_that_of_their_levels(n_at_once, monkeypat
     monkeypatch.setattr(tree_state, "changed_rows", lambda _: n_at_once)
     sequence = Sequence([1, 2, 3], SamplingParams(4), 16)
     state = tree_state.TreeState(5, 8, sequence, torch.device("cpu"))
-    state.clear(3)
     for parents in ([0, 0], [1], [3]):
         state.add(parents, [4] * len(parents))
     state.noise, logits = torch.randn(4, 5), torch.randn(5, 5)

@@ -287,7 +287,6 @@ def test_reserved_memory_holds_the_distributions_of_a_tree(drafter, sampling):
     n = len(tree.topology)
     sequence = Sequence([0], SamplingParams(seed=0), 64)
     state = TreeState(spec.vocab_size, ROWS_PER_NODE * n, sequence, torch.device("cpu"))
-    state.clear(0)
     if sampling == "deterministic":
         state.noise = torch.zeros(tree.topology.n_levels, spec.vocab_size)
     builder = StaticTreeBuilder(state, tree, Acceptance())

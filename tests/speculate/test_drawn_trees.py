@@ -68,9 +68,7 @@ def new_state(grammar: Letters | None = None) -> TreeState:
     """Return the state of a tree below an empty text."""
     sequence = sequence_of(0)
     sequence.grammar = grammar
-    state = TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
-    state.clear(0)
-    return state
+    return TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
 
 
 def grow(

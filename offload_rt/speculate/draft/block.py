@@ -58,7 +58,6 @@ class BlockState(TreeState):
         self.cached = cached
         self.blocks = torch.empty(0)
         self._block_of = np.zeros(most_rows, dtype=np.int64)
-        self.clear(sequence.tokens[-1])
 
     @property
     def n_recomputable(self) -> int:

@@ -6,7 +6,7 @@ from collections import abc
 from typing import TYPE_CHECKING
 
 from offload_rt.cost.tree_size import DraftLimits
-from offload_rt.speculate.protocols import Drafter, DrafterType, DraftParts
+from offload_rt.speculate.protocols import Drafter, DrafterType
 from offload_rt.tree.topology import DraftTree
 
 if TYPE_CHECKING:
@@ -18,11 +18,10 @@ class PlainDecoding(Drafter):
 
     limits = DraftLimits(n_nodes=1, n_levels=1)
 
-    def __init__(self, parts: DraftParts | None = None) -> None:
-        """Take the arguments of all drafters."""
-
     def propose(self, sequences: abc.Sequence[Sequence], n_nodes: int) -> list[DraftTree]:
         return [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
 
 
-DRAFTER = DrafterType(PlainDecoding, gives_draft_probs=False, best_rule="match", default_sizes=(1,))
+DRAFTER = DrafterType(
+    lambda _: PlainDecoding(), gives_draft_probs=False, best_rule="match", default_sizes=(1,)
+)
