@@ -24,6 +24,8 @@ from offload_rt.packing import CODED_ROWS
 _GROUPED_MM = 90
 # Expert modules of each projection, by expert.
 _Modules = Sequence[Sequence[str]]
+# Stacks of both projections; two stacks if gate and up matrices are stored separately.
+_Stacks = tuple[list[Stack], list[Stack]]
 # Maps module, hidden states, chosen experts and scores to mixed outputs.
 _Mix = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -89,14 +91,11 @@ def _mix_chosen(module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> 
 
 
 def mix_of_all(
-    share: ExpertShare,
-    mix: Callable[[Tensor, Tensor, Tensor], Tensor],
-    hidden: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
+    share: ExpertShare, mix: Callable[..., Tensor], hidden: Tensor, chosen: Tensor, scores: Tensor
 ) -> Tensor:
     """Combine the experts of all ranks; `mix` computes the contribution of this rank's experts.
 
+    mix             receives hidden, chosen and scores
     chosen, scores  (n_rows, n_used)
     """
     if not share.is_exact:
@@ -170,11 +169,8 @@ def _mix_on_cpu(
     return mixed
 
 
-def _stacks(module: Any, hidden: Tensor) -> tuple[list[Stack], list[Stack]] | None:
-    """Return the stacks of both projections if the kernel serves all of them.
-
-    The first projection has two stacks if gate and up matrices are stored separately.
-    """
+def _stacks(module: Any, hidden: Tensor) -> _Stacks | None:
+    """Return the stacks of both projections if the kernel serves all of them."""
     if not extension.serves(hidden):
         return None
     up, down = (_stacks_of(value, module.is_transposed) for value in _projections(module))
@@ -201,11 +197,7 @@ def _stacks_of(value: Any, is_transposed: bool) -> list[Stack | None]:
 
 
 def _mix_stacks(
-    stacks: tuple[list[Stack], list[Stack]],
-    module: Any,
-    hidden: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
+    stacks: _Stacks, module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
 ) -> Tensor:
     """Compute a mixture with all experts on the GPU. Nothing waits for the router's choice.
 

@@ -84,7 +84,11 @@ def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
         tp_plan=dict.fromkeys(model.linears, "colwise_gather_output")
         | (model.text.base_model_tp_plan or {}),
     )
-    return _with_native_attention(spec) if kind in _HAS_QK_NORM else spec
+    if kind not in _HAS_QK_NORM:
+        return spec
+    windows = tuple(model.cache.windows[i, 0] for i in range(spec.n_layers))
+    changes = {"windows": windows, "qk_norm": _HAS_QK_NORM[kind]}
+    return NativeMixture(**vars(spec), decoder=native_decoder(model.text.to_dict(), **changes))
 
 
 def _said(error: Exception) -> str:
@@ -317,12 +321,3 @@ class NativeMixture(TransformersModel):
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         return self.decoder.head(weights, x)
-
-
-def _with_native_attention(model: TransformersModel) -> NativeMixture:
-    decoder = native_decoder(
-        model.model.text.to_dict(),
-        windows=tuple(model.model.cache.windows[i, 0] for i in range(model.n_layers)),
-        qk_norm=_HAS_QK_NORM[model.family],
-    )
-    return NativeMixture(**vars(model), decoder=decoder)

@@ -70,10 +70,7 @@ def _undecoded_rows(device: torch.device) -> int:
 
 
 def linears(
-    x: Tensor,
-    weights: Sequence[Weight],
-    biases: Sequence[Tensor | None],
-    allows_torch: bool = False,
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], allows_torch: bool
 ) -> list[Tensor]:
     """Apply `linear` with several weights; in one call of the CPU library where it serves all."""
     if x.dim() == 2 and all(_uses_library(weight, x, allows_torch) for weight in weights):

@@ -1,6 +1,7 @@
 """Tiny random models with vision towers, prompts with images, and their greedy texts."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,21 @@ def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
 
 def image_inputs(kind: str, seed: int) -> dict[str, Tensor]:
     """Return random inputs of a tower for an image."""
-    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     if kind in _GRIDS:
-        patches = torch.randn(24, 3 * 2 * 8 * 8, generator=generator)
-        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]])}
+        return {
+            "pixel_values": draw(24, 3 * 2 * 8 * 8),
+            "image_grid_thw": torch.tensor([[1, 4, 6]]),
+        }
     if kind == "gemma4":
         places = torch.cartesian_prod(torch.arange(6), torch.arange(6))[None]
-        return {
-            "pixel_values": torch.rand(1, 36, 3 * 8 * 8, generator=generator),
-            "image_position_ids": places,
-        }
-    pixels = torch.randn(1, 3, 32, 32, generator=generator)
+        return {"pixel_values": draw(1, 36, 3 * 8 * 8).sigmoid(), "image_position_ids": places}
     if kind == "llava_next":
-        tiles = torch.randn(1, 3, 3, 32, 32, generator=generator)
-        return {"pixel_values": tiles, "image_sizes": torch.tensor([[40, 20]])}
+        return {"pixel_values": draw(1, 3, 3, 32, 32), "image_sizes": torch.tensor([[40, 20]])}
+    pixels = draw(1, 3, 32, 32)
     if kind == "mistral3":
         return {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 32]])}
-    return {"pixel_values": pixels[None] if kind in ("idefics3", "smolvlm") else pixels}
+    return {"pixel_values": pixels[None] if kind == "smolvlm" else pixels}
 
 
 def image_prompt(
@@ -110,7 +109,7 @@ def image_logits(model: PreTrainedModel, prompt: ImagePrompt) -> Tensor:
 def _inputs(model: PreTrainedModel, prompt: ImagePrompt) -> dict[str, Tensor]:
     ids = torch.tensor([prompt.ids])
     kind = model.config.model_type
-    dim = int(kind in ("idefics3", "smolvlm"))
+    dim = int(kind == "smolvlm")
     parts = [{**image.inputs, **image.pixels()} for image in prompt.images]
     inputs = {name: torch.cat([part[name] for part in parts], dim) for name in parts[0]}
     if kind in _GRIDS | {"gemma3", "gemma4"}:
