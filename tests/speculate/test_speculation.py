@@ -218,9 +218,9 @@ def test_batch_rows_end_like_solo_runs(tmp_path, monkeypatch, drafter):
     extend = Sequence.extend
 
     def extend_seen(sequence, tokens):
-        taken = extend(sequence, tokens)
-        cut.append((len(tokens), len(taken)))
-        return taken
+        n_before = len(sequence.tokens)
+        extend(sequence, tokens)
+        cut.append((len(tokens), len(sequence.tokens) - n_before))
 
     monkeypatch.setattr(Sequence, "extend", extend_seen)
     settings = {"max_model_len": 256, "tree_size": 64, "tree_depth": 12, **pair.settings(drafter)}
