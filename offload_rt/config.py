@@ -183,6 +183,11 @@ class EngineConfig:
         " tokens",
         choices=("auto", "none", "int4", "int8", "fp8"),
     )
+    draft_predictions: str | None = setting(
+        None,
+        "file of the target's predictions after short texts, the first candidates of drafters that"
+        " recycle predictions; default: predictions.safetensors in the draft model's directory",
+    )
     learn_draft: str = setting(
         "off",
         "train the draft model on the target's predictions while waiting for the link; keep:"

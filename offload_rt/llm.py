@@ -80,6 +80,7 @@ class LLM:
         tree_depth: int | None = None,
         draft_context: int | None = None,
         draft_quantize: str = "auto",
+        draft_predictions: str | None = None,
         learn_draft: str = "off",
         torch_products: bool = False,
         activations: str = "exact",

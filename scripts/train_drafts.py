@@ -2,6 +2,7 @@
 
 python scripts/train_drafts.py write --target DIR --work DIR --minutes 60
 python scripts/train_drafts.py states --target DIR --work DIR
+python scripts/train_drafts.py predictions --target DIR --work DIR --out DIR
 python scripts/train_drafts.py eagle3 --target DIR --work DIR --minutes 90 --out DIR
 python scripts/train_drafts.py block --target DIR --work DIR --minutes 60 --out DIR
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from chat_text import BatchWriter, Turn, conversations
 from demo_heads import DFlash, Eagle3, Taught, save_head, tapped_states
 from safetensors import safe_open
@@ -21,6 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from train_demo import Run, start_from, train
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+from offload_rt.speculate.predictions import (
+    LONGEST,
+    N_PREDICTED,
+    PREDICTIONS_FILE,
+    write_predictions,
+)
 
 # Conversations that are only measured: the first batch.
 HELD_OUT = "text-0-00000.safetensors"
@@ -87,6 +96,31 @@ def states(args: argparse.Namespace) -> None:
                 parts[i] = state[: len(rows[i])]
         save(out, states=torch.cat([parts[i] for i in range(len(rows))]))
         print(out.name, flush=True)
+
+
+def predictions(args: argparse.Namespace) -> None:
+    """Store the target's predictions in all answers, from its stored states."""
+    output = load_target(args).get_output_embeddings().weight
+    contexts, tokens, probs = [], [], []
+    for path in sorted(args.work.glob("text-*.safetensors")):
+        stored = load_file(path)
+        ends = stored["lengths"].cumsum(0)
+        starts = ends - stored["lengths"] + stored["n_prompt"] - 1
+        is_answer = torch.zeros(len(stored["tokens"]), dtype=torch.bool)
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            is_answer[start : end - 1] = True
+        last = is_answer.nonzero()
+        contexts.append(stored["tokens"][last + torch.arange(1 - LONGEST, 1)])
+        states = load_file(path.with_name(path.name.replace("text", "states")))["states"]
+        for part in states[is_answer, -output.shape[1] :].split(2048):
+            logits = F.linear(part.to(output.device), output).float()
+            best = logits.softmax(-1).topk(N_PREDICTED)
+            tokens.append(best.indices.cpu())
+            probs.append(best.values.cpu())
+        print(path.name, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts = (torch.cat(part).numpy() for part in (contexts, tokens, probs))
+    write_predictions(args.out / PREDICTIONS_FILE, *parts)
 
 
 def taps_of(target: LlamaForCausalLM) -> tuple[int, ...]:
@@ -210,7 +244,10 @@ def frequent_tokens(texts: Texts, n: int) -> Tensor:
 def main() -> None:
     """Run a stage."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    stages = {"write": write, "states": states, "eagle3": train_head, "block": train_head}
+    stages = {
+        "write": write, "states": states, "predictions": predictions,
+        "eagle3": train_head, "block": train_head,
+    }  # fmt: skip
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)

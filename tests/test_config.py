@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_model_len": (["4096"], 4096), "max_num_seqs": (["3"], 3), "drafter": (["ngram"], "ngram"),
     "rule": (["match"], "match"), "tree_size": (["64"], 64), "tree_depth": (["8"], 8),
     "draft_context": (["256"], 256), "draft_quantize": (["int4"], "int4"),
+    "draft_predictions": (["p.safetensors"], "p.safetensors"),
     "learn_draft": (["keep"], "keep"), "torch_products": ([], True), "exact_parallel": ([], True),
     "activations": (["int8"], "int8"),
     "split_draft": (["on"], "on"), "revision": (["main"], "main"),

@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("questions", type=Path)
     parser.add_argument("model")
     parser.add_argument("--draft-model", help="a draft model or head, beside the drafters without")
+    parser.add_argument("--draft-predictions", help="a file, also for drafters without a model")
     parser.add_argument("--drafters", nargs="*", default=["recycle"])
     parser.add_argument("--device-memory")
     parser.add_argument("--rows", type=int, help="fixed rows of a tree; default: automatic")
@@ -99,7 +100,7 @@ def main() -> None:
     flags = parser.parse_args()
     params = SamplingParams(max_tokens=flags.tokens, temperature=flags.temperature, seed=0)
     given = {"device_memory": flags.device_memory, "max_model_len": flags.max_len}
-    given["tree_size"] = flags.rows
+    given |= {"tree_size": flags.rows, "draft_predictions": flags.draft_predictions}
     choices = {name: {"drafter": name} for name in flags.drafters}
     if flags.draft_model:
         choices["draft model"] = {"draft_model": flags.draft_model}

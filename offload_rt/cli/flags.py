@@ -34,8 +34,8 @@ _ENGINE_GROUPS = {
     "model": "model draft_model dtype revision offline chat_template",
     "memory": "device device_memory host_memory kv_memory kv_dtype max_model_len max_num_seqs"
     " max_image_pixels link_format sidecar mirror",
-    "drafting": "drafter rule tree_size tree_depth draft_context draft_quantize learn_draft"
-    " torch_products activations",
+    "drafting": "drafter rule tree_size tree_depth draft_context draft_quantize draft_predictions"
+    " learn_draft torch_products activations",
     "ranks": "exact_parallel split_draft pipeline",
 }
 GROUP_OF_FIELD = {name: group for group, names in _ENGINE_GROUPS.items() for name in names.split()}

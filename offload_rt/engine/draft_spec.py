@@ -28,6 +28,7 @@ from offload_rt.parallel.tensor_parallel import SharedWeights
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.learner import Learner, learning_nbytes
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.predictions import PREDICTIONS_FILE, StoredPredictions
 from offload_rt.speculate.protocols import Drafter, DraftParts
 from offload_rt.speculate.select import Drafting
 from offload_rt.system.trace import Trace
@@ -202,8 +203,17 @@ class DraftSpec:
             runner.meanwhile = learner.work
         return drafting.type.open(DraftParts(
             memory.limits, cost, drafting.child_sampling, drafting.rule.coupled_up_to,
-            draft_model, self_model, pair_stats, learner=learner,
+            draft_model, self_model, pair_stats,
+            learner=learner, predictions=self._predictions(n_tokens),
         ))  # fmt: skip
+
+    def _predictions(self, vocab_size: int) -> StoredPredictions | None:
+        """Read the given file, or the one beside the draft."""
+        path = self.drafting.predictions
+        if path is None and self.checkpoint is not None:
+            path = self.checkpoint.path / PREDICTIONS_FILE
+            path = path if path.is_file() else None
+        return None if path is None else StoredPredictions.read(path, vocab_size)
 
     @property
     def _identity(self) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a plan asks for limits and types alone
     from offload_rt.sampling import NodeProbs, TopTokens
     from offload_rt.speculate.draft_model import DraftModel
     from offload_rt.speculate.learner import Learner
+    from offload_rt.speculate.predictions import StoredPredictions
     from offload_rt.tree.topology import DraftTree, Topology, Verdict
     from offload_rt.weights.checkpoint import Checkpoint
 
@@ -119,6 +120,7 @@ class DraftParts:
     self_model      views of the target; None if not declared
     shape           fixed topology in level order; None to select by cost
     learner         trains the draft model; None to keep its weights
+    predictions     first candidates of drafters that recycle predictions
     """
 
     limits: DraftLimits
@@ -130,6 +132,7 @@ class DraftParts:
     pair_stats: PairStats = field(default_factory=PairStats)
     shape: Topology | None = None
     learner: Learner | None = None
+    predictions: StoredPredictions | None = None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Candidates from the text: earlier predictions of the target, and prompt lookup.
 
 Token Recycling (Luo et al. 2024, arXiv 2408.08696) with changes. Predictions are stored with their
-probabilities under the last tokens before them, of several lengths. After unknown tokens, the most
-frequent tokens of all predictions are candidates. Trees grow best-first by the product of
-acceptance probabilities, calibrated by the length. Prompt lookup adds its continuations.
+probabilities under the last tokens before them, of several lengths; predictions from a file
+complete them. After unknown tokens, the most frequent tokens of all predictions are candidates.
+Trees grow best-first by the product of acceptance probabilities, calibrated by the length. Prompt
+lookup adds its continuations.
 """
 
 import heapq
@@ -19,15 +20,14 @@ from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import TopTokens
 from offload_rt.speculate.ngrams import MatchRates, copied_paths, find_matches
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.predictions import LONGEST, Context, StoredPredictions
 from offload_rt.tree.topology import DraftTree
 
-# Maximum tokens per table key, and maximum keys of all sequences, about 300 bytes each.
-_LONGEST = 3
-# Prior ratio of acceptance to stored probability, by the tokens of the key.
-_PRIOR = (0.8, 0.35, 0.6, 0.8)
+# Maximum keys of all sequences, about 300 bytes each.
 _MOST_KEYS = 1 << 17
-# Predictions stored per key.
-N_PREDICTED = 8
+# Prior ratio of acceptance to probability, by the kind of the key: without tokens, of one to three
+# tokens, and of one to three in the file.
+_PRIOR = (0.8, 0.35, 0.6, 0.8, 0.5, 0.7, 0.8)
 # Nodes of a tree whose predictions are stored: the first are the most likely.
 _MOST_LEARNED = 256
 # Candidates after unknown tokens. They are selected again after this growth of the predictions.
@@ -36,27 +36,29 @@ _GROWTH = 1.1
 # Candidates below this chance are ignored.
 _LEAST = 1e-9
 
-Context = tuple[int, ...]
-
 
 def context_of(tokens: abc.Sequence[int], path: Context = ()) -> Context:
     """Return the key of a text and a path of a tree below its last token."""
-    return (*tokens[-_LONGEST:], *path)[-_LONGEST:]
+    return (*tokens[-LONGEST:], *path)[-LONGEST:]
 
 
 class Prediction(NamedTuple):
-    """Predicted tokens with their probabilities, stored under a key of `n_key` tokens."""
+    """Predicted tokens with their probabilities, under a key of a kind in `_PRIOR`."""
 
-    n_key: int
+    kind: int
     tokens: "array[int]"
     probs: "array[float]"
 
 
 class PredictionTable:
-    """Latest top target predictions, indexed by the preceding tokens."""
+    """Latest top target predictions, indexed by the preceding tokens.
 
-    def __init__(self, capacity: int = _MOST_KEYS) -> None:
+    stored  predictions after tokens that the target did not predict yet; None without
+    """
+
+    def __init__(self, capacity: int = _MOST_KEYS, stored: StoredPredictions | None = None) -> None:
         self._capacity = capacity
+        self._stored = stored
         self._after: OrderedDict[Context, tuple[array[int], array[float]]] = OrderedDict()
         # Summed probabilities by token; predictions so far, and when `_common` was selected.
         self._weights: dict[int, float] = {}
@@ -80,6 +82,8 @@ class PredictionTable:
         for k in range(len(context)):
             if prediction := self._after.get(context[k:]):
                 return Prediction(len(context) - k, *prediction)
+            if self._stored and (prediction := self._stored.find(context[k:])):
+                return Prediction(LONGEST + len(context) - k, *prediction)
         if self._n_kept > _GROWTH * self._n_selected:
             self._n_selected = self._n_kept
             tokens = heapq.nlargest(_N_COMMON, self._weights, key=self._weights.__getitem__)
@@ -89,14 +93,14 @@ class PredictionTable:
 
 
 class Recycler:
-    """Stored predictions of all sequences.
+    """Predictions of all sequences.
 
     rates  acceptance of copied tokens
     """
 
-    def __init__(self, stats: PairStats) -> None:
+    def __init__(self, stats: PairStats, stored: StoredPredictions | None = None) -> None:
         self.stats = stats
-        self.table = PredictionTable()
+        self.table = PredictionTable(stored=stored)
         self.rates = MatchRates()
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
@@ -104,7 +108,7 @@ class Recycler:
         tokens = sequence.tokens
         n = len(predicted.tokens)
         ends = range(len(tokens) - n, len(tokens))
-        self.keep([tuple(tokens[max(end - _LONGEST, 0) : end]) for end in ends], predicted)
+        self.keep([tuple(tokens[max(end - LONGEST, 0) : end]) for end in ends], predicted)
 
     def learn(
         self, sequence: Sequence, tree: DraftTree, path: abc.Sequence[int], predicted: TopTokens
@@ -140,7 +144,7 @@ class TextCandidates:
         self._table = recycler.table
         self._rates = recycler.rates
         self._sequence = sequence
-        # Acceptance of predictions, by the tokens of their key and by their probability. Later
+        # Acceptance of predictions, by the kind of their key and by their probability. Later
         # observations do not change these estimates.
         names = (f"recycled {n}" for n in range(len(_PRIOR)))
         estimates = [recycler.stats.at(name, sequence.temperature) for name in names]
@@ -161,17 +165,17 @@ class TextCandidates:
         Returns the index of the path, the token and the acceptance probability, (m,) each.
         """
         indices: list[int] = []
-        n_key: list[int] = []
+        kinds: list[int] = []
         predictions = []
         for i, path in enumerate(paths):
             if prediction := self._table.find(context_of(self._sequence.tokens, path)):
                 indices += [i] * len(prediction.tokens)
-                n_key += [prediction.n_key] * len(prediction.tokens)
+                kinds += [prediction.kind] * len(prediction.tokens)
                 predictions.append(prediction)
                 self._predictions[path] = prediction
         tokens = np.frombuffer(b"".join(part.tokens for part in predictions), np.int64)
         probs = np.frombuffer(b"".join(part.probs for part in predictions), np.float32)
-        ratios = self._ratios[n_key, np.searchsorted(Calibration.EDGES, probs)]
+        ratios = self._ratios[kinds, np.searchsorted(Calibration.EDGES, probs)]
         chances = np.minimum(probs.astype(np.float64) * ratios, 1.0)
         rows = np.array(indices, dtype=np.int64)
         for i, path in enumerate(paths):
@@ -195,7 +199,7 @@ class TextCandidates:
         for n, token in enumerate(after):
             if prediction := self._predictions.get(tuple(after[:n])):
                 hit = prediction.tokens.index(token) if token in prediction.tokens else None
-                self._calibrations[prediction.n_key].observe(np.array(prediction.probs), hit)
+                self._calibrations[prediction.kind].observe(np.array(prediction.probs), hit)
 
 
 class TextGrowth:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload_rt.config import EngineConfig
@@ -40,6 +41,7 @@ class Drafting:
     view_rows  budget of verified tokens in self-drafting views
     learning   online learning of the draft model: "off", "on" or "keep"
     rounding   format of a draft model quantised while it is loaded; "none" to keep its weights
+    predictions  file of the target's predictions; None: the one beside the draft, if any
     """
 
     name: str
@@ -49,6 +51,7 @@ class Drafting:
     view_rows: int = 0
     learning: str = "off"
     rounding: str = "none"
+    predictions: Path | None = None
 
     @cached_property
     def rule(self) -> VerificationRule:
@@ -148,7 +151,13 @@ def pick_drafter(config: EngineConfig) -> Drafting:
         need = "a drafter with draft probabilities"
         raise SettingsError(f"--rule={rule}", need=need, have=name, change="use --rule=match")
     view_rows = 0 if resources.view is None else config.draft_context or resources.view_rows
-    return Drafting(name, chosen, rule, view_rows=view_rows, learning=config.learn_draft)
+    predictions = config.draft_predictions and Path(config.draft_predictions)
+    if predictions and not predictions.is_file():
+        raise SettingsError(f"there is no file {predictions}", change="change --draft-predictions")
+    return Drafting(
+        name, chosen, rule,
+        view_rows=view_rows, learning=config.learn_draft, predictions=predictions or None,
+    )  # fmt: skip
 
 
 def find_draft(

@@ -14,8 +14,9 @@ from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import NgramMatch, append_ngram
 from offload_rt.speculate.pair_stats import Estimates
+from offload_rt.speculate.predictions import N_PREDICTED
 from offload_rt.speculate.protocols import Drafter, DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED, Recycler, TextCandidates
+from offload_rt.speculate.recycler import Recycler, TextCandidates
 from offload_rt.speculate.static_builder import StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Verdict
@@ -52,7 +53,7 @@ class TextDrafter(Drafter):
         self.n_predicted = N_PREDICTED if recycles else 0
         self.pair_stats = parts.pair_stats
         self._cost = parts.cost
-        self._recycler = Recycler(parts.pair_stats)
+        self._recycler = Recycler(parts.pair_stats, parts.predictions)
         # Costs by nodes of a tree and number of trees, with the context and the remaining uses.
         self._costs: dict[tuple[int, int], tuple[RoundCost, int, int]] = {}
         self._proposals: dict[Sequence, Proposal] = {}

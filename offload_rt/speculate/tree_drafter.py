@@ -14,8 +14,8 @@ from offload_rt.sampling import TopTokens
 from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder, RoundCost
 from offload_rt.speculate.ngrams import NgramMatch, find_matches
 from offload_rt.speculate.pair_stats import Estimates
+from offload_rt.speculate.predictions import N_PREDICTED
 from offload_rt.speculate.protocols import DraftParts
-from offload_rt.speculate.recycler import N_PREDICTED
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.text_drafter import Proposal, TextDrafter
 from offload_rt.speculate.tree_state import TreeState

@@ -92,7 +92,7 @@ def best_paths(
         paths.append(path)
         if len(path) + 1 < n_levels:
             prediction = table.find((*tokens, *path)[-3:])
-            prior = recycler._PRIOR[prediction.n_key] if prediction else 0.0
+            prior = recycler._PRIOR[prediction.kind] if prediction else 0.0
             for token, p in found(table, (*tokens, *path)[-3:]).items():
                 heapq.heappush(waiting, (chance * p * prior, (*path, token)))
     return paths[1:]
@@ -137,7 +137,7 @@ def test_candidates_have_the_higher_chance_of_prediction_and_copy(n_levels):
         wanted = {}
         for i, path in enumerate(paths):
             context = (*sequence.tokens, *path)[-3:]
-            prior = recycler._PRIOR[stored.table.find(context).n_key]
+            prior = recycler._PRIOR[stored.table.find(context).kind]
             wanted |= {(i, token): prior * p for token, p in found(stored.table, context).items()}
         for path, chance in copied.items():
             key = paths.index(path[:-1]), path[-1]
@@ -196,7 +196,7 @@ def test_no_tree_if_rows_are_expensive(llm, name):
 
 def test_rows_of_a_pass_go_to_the_best_predicted_sequence(monkeypatch):
     """A badly predicted sequence gets no rows that are cheap only because of the batch."""
-    monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 4)
+    monkeypatch.setattr(recycler, "_PRIOR", (1.0,) * 7)
     cost = Steady(pass_s=lambda n_rows: 1.0 + np.maximum(n_rows - 10, 0))
     drafter = TextDrafter(replace(PARTS, cost=cost))
     for before in (1, 2, 3, 4, 5, 11, 12, 13):
