@@ -19,9 +19,10 @@ from offload_rt.system.files import write_atomically
 
 # Name of the file in the directory of a draft.
 PREDICTIONS_FILE = "predictions.safetensors"
-# Most tokens of a key, and predicted tokens of a key.
+# Most tokens of a key; predicted tokens of a key in memory, and in the file.
 LONGEST = 3
 N_PREDICTED = 8
+N_STORED = 5
 
 Context = tuple[int, ...]
 
@@ -30,8 +31,8 @@ class Level(NamedTuple):
     """Predictions after `k` tokens, in the order of the tokens.
 
     contexts  (n, k)
-    tokens    (n, N_PREDICTED), the most probable first
-    probs     (n, N_PREDICTED) float16; 0 beyond the last token
+    tokens    (n, N_STORED), the most probable first
+    probs     (n, N_STORED) float16; 0 beyond the last token
     """
 
     contexts: np.ndarray
@@ -128,9 +129,9 @@ def _mean(contexts: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> tuple[
     pairs, weights = pairs[order], weights[order]
     starts = np.searchsorted(pairs[:, 0], np.arange(len(different)))
     rank = np.arange(len(pairs)) - starts[pairs[:, 0]]
-    first = rank < N_PREDICTED
+    first = rank < N_STORED
     small = np.min_scalar_type(max(contexts.max(initial=0), tokens.max(initial=0)))
-    best = np.zeros((len(different), N_PREDICTED), dtype=small)
+    best = np.zeros((len(different), N_STORED), dtype=small)
     chances = np.zeros(best.shape, dtype=np.float16)
     best[pairs[first, 0], rank[first]] = pairs[first, 1]
     chances[pairs[first, 0], rank[first]] = weights[first]

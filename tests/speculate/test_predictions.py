@@ -13,6 +13,7 @@ from support.tiny import Zoo, logits_of, open_llm, prompt_of
 from offload_rt import SamplingParams
 from offload_rt.errors import SettingsError
 from offload_rt.speculate.predictions import (
+    N_STORED,
     PREDICTIONS_FILE,
     StoredPredictions,
     write_predictions,
@@ -48,7 +49,7 @@ def test_longest_known_suffix_has_the_mean_of_its_predictions(path, rows, contex
         if equal:
             break
     found = next((entry for k in range(3) if (entry := stored.find(context[k:]))), ((), ()))
-    best = dict(wanted.most_common(8))
+    best = dict(wanted.most_common(N_STORED))
     assert sorted(found[1], reverse=True) == pytest.approx(list(best.values()), rel=1e-3)
     for token, p in zip(*found, strict=True):
         assert p == pytest.approx(wanted[token], rel=1e-3)
