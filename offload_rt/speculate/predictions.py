@@ -117,8 +117,8 @@ def write_predictions(
     write_atomically(path, save(stored))
 
 
-def _mean(contexts: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> tuple[Level, np.ndarray]:
-    """Return the mean predictions of equal contexts, and the place of each context among them."""
+def _mean(contexts: np.ndarray, tokens: np.ndarray, probs: np.ndarray) -> Level:
+    """Return the mean predictions of equal contexts."""
     different, places = np.unique(contexts, axis=0, return_inverse=True)
     places = places.reshape(-1)
     counts = np.bincount(places, minlength=len(different))
