@@ -22,7 +22,7 @@ PREDICTIONS_FILE = "predictions.safetensors"
 # Most tokens of a key; predicted tokens of a key in memory, and in the file.
 LONGEST = 3
 N_PREDICTED = 8
-N_STORED = 5
+N_STORED = 4
 
 Context = tuple[int, ...]
 
