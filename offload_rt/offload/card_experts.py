@@ -183,7 +183,6 @@ class TieredExperts(CardExperts):
         self._host.close()
 
     def expect(self, k: int, experts: Sequence[int]) -> None:
-        """See `ExpertCache.expect`. Experts missing on the host are read ahead."""
         super().expect(k, experts)
         first = k * self.mixture.n_experts
         self._host.expect(k, [block - first for block in self._ahead if block not in self._slot_of])

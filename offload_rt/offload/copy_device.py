@@ -42,10 +42,7 @@ class CopyDevice:
         return Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # as above
 
     def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: Event) -> tuple[Event, Event]:
-        """Enqueue copies (target, source) of uint8 after `after` and all earlier copies.
-
-        Returns events before and after.
-        """
+        """Enqueue copies (target, source) after `after` and earlier ones; return start and end."""
         before = self.event()
         done = self.event()
         with self._lock:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import SettingsError, UnsupportedModelError
-from offload_rt.models.layers import LayerWeights, TensorShape
+from offload_rt.models.layers import TensorShape
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.tier import read_parallel
 from offload_rt.text.detokenize import load_tokenizer
@@ -102,16 +102,12 @@ def _values(checkpoint: Checkpoint, blocks: Sequence[_Block], dtype: DType) -> I
             read_parallel(files.reads(i, content), files.n_parallel)
             view = checkpoint.format.view(layout, content, dtype.torch)
             for name, shape in tensors:
-                yield from _tensor(view, name, shape)
-
-
-def _tensor(view: LayerWeights, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    module = name.removesuffix(".weight")
-    if module == name or len(shape) != 2:
-        yield view.tensor(name)
-        return
-    for first in range(0, shape[0], _N_ROWS):
-        yield view.rows(torch.arange(first, min(first + _N_ROWS, shape[0])), module)
+                module = name.removesuffix(".weight")
+                if module == name or len(shape) != 2:
+                    yield view.tensor(name)
+                    continue
+                for first in range(0, shape[0], _N_ROWS):
+                    yield view.rows(torch.arange(first, min(first + _N_ROWS, shape[0])), module)
 
 
 def _write_companions(checkpoint: Checkpoint, directory: Path, dtype: DType) -> None:
@@ -122,21 +118,17 @@ def _write_companions(checkpoint: Checkpoint, directory: Path, dtype: DType) -> 
             if not path.match("quant*_config.json"):
                 shutil.copyfile(path, directory / path.name)
     else:
-        config |= _write_gguf_companions(checkpoint.path, config, directory)
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        special = {"eos_token_id": config["eos_token_id"] or None}
+        tokenizer = load_tokenizer(checkpoint.path)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+            special |= {key: getattr(tokenizer, key) for key in ("bos_token_id", "pad_token_id")}
+        _write_json(directory / "generation_config.json", special)
+        config |= special
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     _write_json(directory / "config.json", config)
-
-
-def _write_gguf_companions(path: Path, config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Write tokenizer and special tokens of a GGUF file; return further keys of its config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    special = {"eos_token_id": config["eos_token_id"] or None}
-    tokenizer = load_tokenizer(path)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-        special |= {key: getattr(tokenizer, key) for key in ("bos_token_id", "pad_token_id")}
-    _write_json(directory / "generation_config.json", special)
-    return special | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -26,26 +26,17 @@ class ReadSettings:
     n_parallel: int = 4
 
 
-# Tensors of a file with small gaps, in the order of the file.
-_Run = list[TensorRecord]
-
-
 @dataclass(frozen=True)
 class _Part:
-    """Bytes [start, start + nbytes) of a file, to be stored at `offset` of a block.
-
-    phased    offsets in block and file agree modulo a page, so whole pages can be read in place
-    n_pieces  number of strided pieces, for a part of a matrix's columns
-    stride    distance between pieces; each piece has nbytes / n_pieces bytes
-    """
+    """Bytes [start, start + nbytes) of a file, to be stored at `offset` of a block."""
 
     path: Path
     start: int
     nbytes: int
     offset: int
-    phased: bool
-    n_pieces: int = 1
-    stride: int = 0
+    phased: bool  # offsets in block and file agree modulo a page: whole pages are read in place
+    n_pieces: int = 1  # strided pieces, for a part of a matrix's columns
+    stride: int = 0  # distance between pieces of nbytes / n_pieces bytes
 
     @property
     def span(self) -> int:
@@ -114,7 +105,13 @@ class DiskTier(Tier):
 def _plan(block: BlockRecord, request_nbytes: int, packed: bool) -> tuple[Layout, list[_Part]]:
     records = block.tensors
     packed = packed or any(record.n_pieces > 1 for record in records)
-    runs = _runs(records)
+    runs: list[list[TensorRecord]] = []  # tensors of a file with small gaps
+    for record in sorted(records, key=lambda record: (record.path, record.start)):
+        last = runs[-1][-1] if runs else None
+        if last and last.path == record.path and record.start - last.stop <= _JOIN:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
     entries, nbytes = _phased_entries(runs)
     # Keep the order of the records in the layout: the order of use.
     layout = Layout(tuple(entries[record.key] for record in records), nbytes, block.matrices)
@@ -135,18 +132,7 @@ def _alternating(folders: Sequence[Sequence[_Part]]) -> list[_Part]:
     return [part for _, part in sorted(places, key=itemgetter(0))]
 
 
-def _runs(records: Sequence[TensorRecord]) -> list[_Run]:
-    runs: list[_Run] = []
-    for record in sorted(records, key=lambda record: (record.path, record.start)):
-        last = runs[-1][-1] if runs else None
-        if last and last.path == record.path and record.start - last.stop <= _JOIN:
-            runs[-1].append(record)
-        else:
-            runs.append([record])
-    return runs
-
-
-def _phased_entries(runs: Sequence[_Run]) -> tuple[dict[str, TensorEntry], int]:
+def _phased_entries(runs: Sequence[list[TensorRecord]]) -> tuple[dict[str, TensorEntry], int]:
     """Place runs at their offsets modulo a page; return entries by name, and bytes."""
     entries = dict[str, TensorEntry]()
     end = 0
@@ -161,7 +147,7 @@ def _phased_entries(runs: Sequence[_Run]) -> tuple[dict[str, TensorEntry], int]:
     return entries, align_up(end, PAGE)
 
 
-def _parts(run: _Run, offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
+def _parts(run: list[TensorRecord], offset: int, request_nbytes: int, phased: bool) -> list[_Part]:
     """Cut a run at multiples of the request size in the file, or between pieces."""
     path, start, stop = run[0].path, run[0].start, run[-1].stop
     if run[0].n_pieces > 1:

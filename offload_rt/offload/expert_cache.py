@@ -77,7 +77,6 @@ class ExpertCache(ABC):
         )
 
     def _following(self, streamer: Streamer, k: int) -> LayerWeights | None:
-        """See `LayerExperts.following`, for the k-th expert layer."""
         if k + 1 == len(self.mixture.layers):
             return None
         i = self.mixture.layers[k + 1]
@@ -238,7 +237,6 @@ class ExpertCache(ABC):
         self._fetch(block, slot, is_needed)
 
     def _room(self) -> int | None:
-        """Return the slot to evict, or None if all are in use."""
         if self._taken.all():
             return None
         missed = np.where(self._held < 0, -1.0, self._use[self._held] + self._soon[self._held])

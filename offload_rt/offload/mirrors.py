@@ -208,7 +208,6 @@ def fill(into: Tensor, need: int, file: int, start: int, name: str) -> None:
 
 
 def _is_equal(first: Path, second: Path) -> bool:
-    """Compare the sizes and some pages of two files. Raises OSError."""
     size = first.stat().st_size
     if second.stat().st_size != size:
         return False

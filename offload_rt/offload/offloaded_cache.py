@@ -73,8 +73,11 @@ class HostCache(KVCache):
         self._staged = None
         n = len(tokens)
         keys = self._buffer.keys
-        if self.n_committed - self._shift + n > self._buffer.capacity:
-            self._offload_committed()
+        n_recent = self.n_committed - self._n_offloaded
+        if n_recent > 0 and self.n_committed - self._shift + n > self._buffer.capacity:
+            at = slice(self._n_resident, self.n_committed - self._shift)
+            self._offload(range(len(keys)), self._buffer, at)
+            self._n_offloaded = self.n_committed
         if self.n_committed - self._shift + n > self._buffer.capacity:
             shape = (1, keys.shape[1], n, keys.shape[3])
             self._staged = KVBuffer(keys.new_empty(shape), keys.new_empty(shape))
@@ -97,7 +100,6 @@ class HostCache(KVCache):
             first += end - start
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
-        """See `KVCache.attend`. Attends to rows on the device, then to each prefetched block."""
         layer = asked.layer
         scale = asked.scale
         assert asked.k is not None and asked.v is not None, "the plan is for native models"
@@ -131,11 +133,9 @@ class HostCache(KVCache):
             yield *self._store.format.unpack(self._store.receive()), first
 
     def _first_seen(self, window: int | None) -> int:
-        """Return the first row visible to any pending row."""
         return 0 if window is None else max(self.n_committed - window + 1, 0)
 
     def _settle(self, layer: int, staged: KVBuffer) -> None:
-        """Copy the staged rows of a layer to resident, offloaded and recent rows."""
         n_near = max(self._n_resident - self.n_committed, 0)
         n_left = self._n_left
         near = slice(self.n_committed, self.n_committed + n_near)
@@ -144,12 +144,6 @@ class HostCache(KVCache):
             target[layer, :, near] = rows[0, :, :n_near]
             target[layer, :, self._n_resident :] = rows[0, :, n_left:]
         self._offload(range(layer, layer + 1), staged, slice(n_near, n_left))
-
-    def _offload_committed(self) -> None:
-        if self.n_committed > self._n_offloaded:
-            at = slice(self._n_resident, self.n_committed - self._shift)
-            self._offload(range(len(self._buffer.keys)), self._buffer, at)
-            self._n_offloaded = self.n_committed
 
     def _offload(self, layers: range, buffer: KVBuffer, at: slice) -> None:
         """Write rows of a buffer of these layers after the offloaded rows."""
@@ -177,7 +171,6 @@ class HostCache(KVCache):
         self._staged = None
 
     def move(self, rows: Sequence[int], first: int) -> None:
-        """See `KVCache.move`. Movable rows are in the buffer."""
         start = first - self._shift
         ops.commit_rows(self._buffer.keys, self._buffer.values, torch.tensor(rows), start)
 
@@ -229,13 +222,7 @@ class HostCache(KVCache):
 def _attend(
     q: Tensor, parts: Iterable[tuple[Tensor, Tensor, int]], mask: ops.TreeMask, scale: float
 ) -> Tensor:
-    """Attend to keys in parts; merge the outputs in float32 or better.
-
-    q      (n, n_heads, head_dim)
-    parts  keys, values (n_kv_heads, rows, head_dim), number of the first row; the rows of a tree
-           are the last rows of a part
-    Returns (n, n_heads, head_dim).
-    """
+    """Attend to the parts of `HostCache._parts`; merge the outputs in float32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
     merged: tuple[Tensor, Tensor] | None = None
     for keys, values, first in parts:

@@ -217,7 +217,6 @@ class FileRows(OffloadedRows):
         return content
 
     def close(self) -> None:
-        """See `OffloadedRows.close`. The last descriptor deletes the file."""
         super().close()
         if not self._file.closed:
             self._file.close()

@@ -120,8 +120,11 @@ def write_sidecar(
     with closing(DiskTier(checkpoint.layers, packed=True)) as files:
         sizes = [files.nbytes(i) for i in range(checkpoint.spec.n_layers)]
         for i, nbytes in enumerate(sizes):
-            layer = _whole_layer(checkpoint, directory, i)
-            if layer is None:
+            try:
+                layer = _open_layer(checkpoint, directory, i)
+                with closing(SidecarTier([layer], ReadSettings(), decodes=False)) as tier:
+                    read_parallel(tier.reads(0, host_block(layer.encoded.nbytes)), tier.n_parallel)
+            except (CheckpointError, LinkError):
                 block = host_block(files.layout(i).nbytes)
                 read_parallel(files.reads(i, block), files.n_parallel)
                 stored = PackedLayer(block, files.layout(i))
@@ -137,14 +140,3 @@ def write_sidecar(
 def _open_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer:
     layout = checkpoint.layers[i].layout
     return read_layer(layer_path(directory, i), checkpoint.identity, i, layout)
-
-
-def _whole_layer(checkpoint: Checkpoint, directory: Path, i: int) -> SidecarLayer | None:
-    """Return layer i of a sidecar if its contents are sound."""
-    try:
-        layer = _open_layer(checkpoint, directory, i)
-        with closing(SidecarTier([layer], ReadSettings(), decodes=False)) as tier:
-            read_parallel(tier.reads(0, host_block(layer.encoded.nbytes)), tier.n_parallel)
-    except (CheckpointError, LinkError):
-        return None
-    return layer

@@ -76,7 +76,6 @@ class CudaStreamer(Streamer):
         self._feeder.start()
 
     def share_link(self, sources: LayerSources, lane: str) -> Self:
-        """See `Streamer.share_link`. Copies of both streamers alternate."""
         return type(self)(sources, self._trace, self.device, self.meter, lane)
 
     def set_sources(self, sources: LayerSources) -> None:

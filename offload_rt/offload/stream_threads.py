@@ -75,7 +75,6 @@ class ReadThreads(Waiting, ABC):
         """Handle a complete fetch. Called with the lock held."""
 
     def _count_wait(self, started: float, name: str) -> None:
-        """Record a wait of the device since `started`."""
         ended = time.perf_counter()
         self.meter.waited_s += ended - started
         if ended - started > _LEAST_WAIT_S:
@@ -199,7 +198,6 @@ class ThreadStreamer(ReadThreads, Streamer):
         return self._fetches[-1]
 
     def _note_standstill(self) -> None:
-        """Record the reason for an idle link, unless the next request follows immediately."""
         if self._is_parked or self._error is not None or not (self._fetches or self._n_consumed):
             self._trace.state(waits(self._link), NOTHING_ASKED)
         elif len(self._fetches) == len(self._slots):

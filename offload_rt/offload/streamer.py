@@ -129,8 +129,7 @@ class Streamer(Waiting, ABC):
         self._refuse_closed()
         self._n_sweeps += 1
         sweep = self._n_sweeps
-        is_partial = self.order and self._n_consumed % len(self.order)
-        if self._is_parked or is_partial:
+        if self._is_parked or (self.order and self._n_consumed % len(self.order)):
             self.park()
             self._restart(self._sources)
         try:

@@ -12,7 +12,6 @@ from offload_rt.weights.layout import Layout
 
 # Fills its part of a block and returns the bytes that crossed the link.
 Read = Callable[[], int]
-Progress = Callable[[int], None]
 _T = TypeVar("_T")
 
 
@@ -31,7 +30,7 @@ class Tier(Protocol):
 def read_parallel(
     reads: Sequence[Read],
     n_parallel: int,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
     cpus: Cpus = frozenset(),
 ) -> int:
     """Run reads in parallel threads; return the bytes that crossed the link.

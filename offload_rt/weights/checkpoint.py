@@ -197,8 +197,9 @@ def assemble(
     for name, record in tensors.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)
         if not is_expected and not weight_format.is_unused(name, Source(tensors)):
-            part = f"no part of a {spec.family} model"
-            problem = f"{record.path.name}: tensor {name!r} belongs to {part}"
+            problem = (
+                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model"
+            )
             raise CheckpointError(problem, change=OTHER_CONFIG)
     return checkpoint
 

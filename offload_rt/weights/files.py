@@ -62,7 +62,17 @@ def check_room(folder: Path, nbytes: int) -> None:
 def tensors_of(directory: Path) -> dict[str, TensorRecord]:
     """Return the tensors of all shards by name; raises CheckpointError if none or damaged."""
     if (directory / INDEX).exists():
-        return _sharded(directory)
+        shards = shard_names(directory)
+        tensors = dict[str, TensorRecord]()
+        for shard in sorted(set(shards.values())):
+            if not (directory / shard).exists():
+                raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
+            stored = read_header(directory / shard)
+            tensors |= {name: stored[name] for name in stored if shards.get(name) == shard}
+        if missing := sorted(shards.keys() - tensors.keys()):
+            problem = f"the index says {missing[0]!r} is in {shards[missing[0]]}, but it is not"
+            raise CheckpointError(problem, change=_DAMAGED)
+        return tensors
     for name in (SINGLE, HEADS):
         if (directory / name).exists():
             return read_header(directory / name)
@@ -84,20 +94,6 @@ def shard_names(directory: Path) -> dict[str, str]:
             problem = f"{INDEX}: {shard!r}, given for {name!r}, is no file name"
             raise CheckpointError(problem, change=_DAMAGED)
     return shards
-
-
-def _sharded(directory: Path) -> dict[str, TensorRecord]:
-    shards = shard_names(directory)
-    tensors = dict[str, TensorRecord]()
-    for shard in sorted(set(shards.values())):
-        if not (directory / shard).exists():
-            raise CheckpointError(f"shard {shard} is missing", change=_DAMAGED)
-        stored = read_header(directory / shard)
-        tensors |= {name: stored[name] for name in stored if shards.get(name) == shard}
-    if missing := sorted(shards.keys() - tensors.keys()):
-        problem = f"the index says {missing[0]!r} is in {shards[missing[0]]}, but it is not"
-        raise CheckpointError(problem, change=_DAMAGED)
-    return tensors
 
 
 def end_ids(path: Path, config: Mapping[str, Any]) -> frozenset[int]:

@@ -21,7 +21,6 @@ from offload_rt.weights.source import Source, StoredTensor
 SUFFIX = ".gguf"
 _FLOATS = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
 _BLOCKS = {block.number: name for name, block in BLOCKS.items()}
-_MAX_ALIGNMENT = 1 << 24
 _PART = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})\.gguf")
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -106,7 +105,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
             n_tensors, metadata = fields.metadata()
             entries = [_entry(fields) for _ in range(n_tensors)]
             alignment = metadata.get("general.alignment", 32)
-            if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
+            if type(alignment) is not int or not 0 < alignment <= 1 << 24 or alignment % 8:
                 raise ValueError(f"general.alignment {alignment}")
             start = align_up(fields.at, alignment)
             records = [_record(entry, start, path, stamp) for entry in entries]

@@ -13,7 +13,6 @@ from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
 from offload_rt.packing import BLOCKS
 
-# Compute dtypes.
 FLOATS = {"F64": DType.FLOAT64, "F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _DTYPES = FLOATS | {
     "F8_E4M3": DType.FLOAT8_E4M3FN, "F8_E5M2": DType.FLOAT8_E5M2, "F8_E8M0": DType.FLOAT8_E8M0FNU,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 from offload_rt.dtypes import DType
 from offload_rt.errors import CheckpointError
@@ -32,7 +31,12 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
     head = parse_head(without_quantization(config), target.spec)
     if head is None:
         return None
-    _check_verifier(config, target)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    names = [next(iter(c.get("architectures") or ()), "") for c in (verifier, target.config)]
+    # Models with and without other modalities differ in the rest of the name.
+    kinds = {name.partition("For")[0] for name in names}
+    if len(kinds) == 2 and all(kinds):
+        raise target_mismatch("target", *names)
     stored = tensors_of(directory)
     if isinstance(head, Medusa):
         head = _with_stored_heads(head, stored)
@@ -48,16 +52,6 @@ def open_head(directory: Path, target: Checkpoint) -> Checkpoint | None:
         head = replace(head, token_ids=tokens)
     weight_format = format_of(config.get("quantization_config"))
     return assemble(directory, config, head, weight_format, stored)
-
-
-def _check_verifier(config: Mapping[str, Any], target: Checkpoint) -> None:
-    """Refuse a head whose config names another architecture than the target's."""
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    names = [next(iter(c.get("architectures") or ()), "") for c in (verifier, target.config)]
-    # Models with and without other modalities differ in the rest of the name.
-    kinds = {name.partition("For")[0] for name in names}
-    if len(kinds) == 2 and all(kinds):
-        raise target_mismatch("target", *names)
 
 
 def find_mtp(directory: Path, target: Checkpoint) -> Checkpoint | None:

@@ -43,7 +43,11 @@ def locate(
     """
     path = local_path(model)
     if path is None:
-        about = _fetch_about(model, revision, offline)
+        about = _snapshot(model, revision, offline, _ABOUT)
+        config = read_config(about)
+        format_of(config.pop("quantization_config", None))
+        if head_kind(config) is None:
+            parse_architecture(config)
         if not has_weights:
             return about
         has_index = (about / INDEX).exists()
@@ -54,8 +58,14 @@ def locate(
     if not path.is_dir():
         change = "give the directory of a checkpoint, or a GGUF file"
         raise CheckpointError(f"{model} is a file", change=change)
-    has_safetensors = (path / INDEX).exists() or (path / SINGLE).exists()
-    return path if has_safetensors else _only_gguf(path) or path
+    if (path / INDEX).exists() or (path / SINGLE).exists():
+        return path
+    files = sorted({gguf.parts(file)[0] for file in path.glob(f"*{gguf.SUFFIX}")})
+    if len(files) > 1:
+        problem = f"{path} has {len(files)} GGUF files"
+        have = ", ".join(file.name for file in files[:3])
+        raise CheckpointError(problem, have=have, change="give one of them")
+    return files[0] if files else path
 
 
 def check_paths(config: EngineConfig) -> None:
@@ -96,10 +106,9 @@ def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, Te
     fetch = huggingface_hub.HfApi().get_safetensors_metadata
     metadata = _from_hub(model, offline, partial(fetch, model, revision=revision))
     return {
-        name: TensorRecord(name, tensor.dtype, tuple(tensor.shape), Path(file), start, stop, name)
+        name: TensorRecord(name, of.dtype, tuple(of.shape), Path(file), *of.data_offsets, name)
         for file, header in metadata.files_metadata.items()
-        for name, tensor in header.tensors.items()
-        for start, stop in [tensor.data_offsets]
+        for name, of in header.tensors.items()
     }
 
 
@@ -118,40 +127,19 @@ def local_path(model: str) -> Path | None:
     return None
 
 
-def _fetch_about(model: str, revision: str | None, offline: bool) -> Path:
-    directory = _snapshot(model, revision, offline, _ABOUT)
-    config = read_config(directory)
-    format_of(config.pop("quantization_config", None))
-    if head_kind(config) is None:
-        parse_architecture(config)
-    return directory
-
-
 def _snapshot(model: str, revision: str | None, offline: bool, files: Iterable[str]) -> Path:
     """Fetch missing files from the hub; return their directory, which has a config.json."""
-    import huggingface_hub  # not at the top: checkpoints in directories need none
+    from huggingface_hub import snapshot_download  # not at the top: directories need none
 
-    download = partial(huggingface_hub.snapshot_download, model, local_files_only=offline)
-    fetch = partial(download, allow_patterns=list(files))
-    directory = Path(_from_hub(model, offline, partial(fetch, revision=revision)))
+    fetch = partial(snapshot_download, model, revision=revision, local_files_only=offline)
+    directory = Path(_from_hub(model, offline, partial(fetch, allow_patterns=list(files))))
     if not (directory / "config.json").exists():
         change = "take one of safetensors weights, or download a GGUF file of it and give its path"
         raise CheckpointError(f"{model} has no config.json on the hub", change=change)
     return directory
 
 
-def _only_gguf(directory: Path) -> Path | None:
-    """Return the first part of the only GGUF file, or None; raises CheckpointError for several."""
-    files = sorted({gguf.parts(path)[0] for path in directory.glob(f"*{gguf.SUFFIX}")})
-    if len(files) > 1:
-        problem = f"{directory} has {len(files)} GGUF files"
-        have = ", ".join(path.name for path in files[:3])
-        raise CheckpointError(problem, have=have, change="give one of them")
-    return files[0] if files else None
-
-
 def _suggestion(model: str) -> str:
-    """Suggest the directory with the most similar name beside a missing path, if any."""
     folder = Path(model).parent
     names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     close = get_close_matches(Path(model).name, names, n=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -35,7 +36,6 @@ _WORTH = 0.95
 _PAGES = 16
 _PAGE_WEIGHTS = 2048
 _CAUTION = 2
-# Advice for a missing or damaged sidecar.
 RECREATE = "run `offload-rt convert` again, or use --link-format=raw"
 
 
@@ -206,16 +206,9 @@ class SidecarLayer:
         """Return a layer's tensors, stored raw, as records of the sidecar file."""
         sizes = (sum(coding.sizes) for coding in self.encoded.codings)
         starts = accumulate(sizes, initial=self.payload.start)
+        file: dict[str, Any] = {"path": self.payload.path, "stamp": self.payload.stamp}
         tensors = tuple(
-            replace(
-                record,
-                path=self.payload.path,
-                stamp=self.payload.stamp,
-                start=start,
-                stop=start + record.nbytes,
-                n_pieces=1,
-                stride=0,
-            )
+            replace(record, start=start, stop=start + record.nbytes, n_pieces=1, stride=0, **file)
             for record, start in zip(layer, starts, strict=False)
         )
         return replace(layer, tensors=tensors)

@@ -81,15 +81,12 @@ def _matrix(name: str, shape: tuple[int, ...], rounding: str) -> Matrix | None:
     """Return the quantised storage of a tensor; None for vectors, tables and odd widths."""
     if len(shape) != 2 or not name.endswith(".weight") or name.endswith(_TABLE):
         return None
-    if rounding == "int4":
-        return _int4_matrix(name, shape[0], shape[1])
-    codes = StoredTensor(f"{name}.codes", shape, _CODES[rounding])
-    scales = StoredTensor(f"{name}.scales", (shape[0], 1), DType.FLOAT32)
-    packing = Packing("plain", 8, (1, shape[1]))
-    return QuantizedMatrix((shape[0], shape[1]), codes, packing, scales, product=DType.FLOAT32)
-
-
-def _int4_matrix(name: str, n: int, k: int) -> Matrix | None:
+    n, k = shape
+    if rounding != "int4":
+        codes = StoredTensor(f"{name}.codes", shape, _CODES[rounding])
+        scales = StoredTensor(f"{name}.scales", (n, 1), DType.FLOAT32)
+        packing = Packing("plain", 8, (1, k))
+        return QuantizedMatrix((n, k), codes, packing, scales, product=DType.FLOAT32)
     group = next((group for group in _GROUPS if k % group == 0), None)
     if group is None:
         return None

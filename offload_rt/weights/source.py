@@ -52,9 +52,8 @@ class Source:
         tensor = f"{record.path.name}: tensor {name!r}"
         if record.shape != stored.shape:
             need, have = (str(list(shape)) for shape in (stored.shape, record.shape))
-            raise CheckpointError(
-                f"{tensor} is misshapen", need=need, have=have, change=OTHER_CONFIG
-            )
+            problem = f"{tensor} is misshapen"
+            raise CheckpointError(problem, need=need, have=have, change=OTHER_CONFIG)
         allowed = FLOATS.values() if stored.dtype is None else (stored.dtype,)
         if record.stored_dtype() not in allowed:
             need = "one of " + ", ".join(allowed)

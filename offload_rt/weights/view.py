@@ -115,7 +115,6 @@ class View(LayerWeights):
         return super().linear_experts(x, ends, names, experts)
 
     def fused(self, names: Sequence[str], part: str = "weight") -> Tensor | None:
-        """See `LayerWeights.fused`, for the tensors `<name>.<part>` in the compute dtype."""
         entry = self.layout.fused([f"{name}.{part}" for name in names])
         if entry is None or entry.dtype.torch != self._dtype:
             return None

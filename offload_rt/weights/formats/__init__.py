@@ -51,9 +51,8 @@ class WeightFormat(ABC):  # formats override what differs from plain tensors
         return View(layout, block, dtype, self.arithmetic)
 
 
-def format_of(quantization_config: object) -> WeightFormat:
+def format_of(config: object) -> WeightFormat:
     """Return the format of a `quantization_config` or None; raises UnsupportedModelError."""
-    config = quantization_config
     names = registry.names("weights.formats")
     for module in (registry.find("weights.formats", name) for name in names):
         if module.matches(config):

@@ -33,9 +33,8 @@ class Format(quantized.QuantizedFormat):
         packing = Packing("awq", 4, (n_in if self._size == -1 else self._size, 1), 8)
         n_groups = -(-n_in // packing.block[0])
         codes = StoredTensor(f"{module}.qweight", packing.code_shape(n_in, n_out), DType.INT32)
-        name = f"{module}.qzeros"
-        zeros = StoredTensor(name, packing.code_shape(n_groups, n_out), DType.INT32)
-        has_zeros = self._has_zeros or source.find(name) is not None
+        zeros = StoredTensor(f"{module}.qzeros", packing.code_shape(n_groups, n_out), DType.INT32)
+        has_zeros = self._has_zeros or source.find(zeros.name) is not None
         scales = StoredTensor(f"{module}.scales", (n_groups, n_out), None)
         points = ZeroPoints(zeros, "awq") if has_zeros else None
         return QuantizedMatrix(shape, codes, packing, scales, points)

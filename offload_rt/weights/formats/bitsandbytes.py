@@ -11,7 +11,6 @@ from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.matrix import NestedScales, QuantizedMatrix
 from offload_rt.weights.source import OTHER_CONFIG
 
-_STATE = "weight.quant_state.bitsandbytes__nf4"
 # Maximum bytes of a quantisation state; published states have about 200.
 _LONGEST = 1 << 16
 
@@ -38,7 +37,7 @@ class Format(quantized.QuantizedFormat):
         origin, full_shape, first_row = source.whole or (source, shape, 0)
         if full_shape[1] != shape[1]:
             raise CheckpointError(f"{source.prefix}{module}: blocks run on from row to row")
-        state = _state(origin, f"{module}.{_STATE}", full_shape)
+        state = _state(origin, f"{name}.quant_state.bitsandbytes__nf4", full_shape)
         table_name = f"{name}.quant_map"
         table = origin.read(StoredTensor(table_name, (len(NF4),), DType.FLOAT32))
         if not table.equal(table.new_tensor(NF4)):

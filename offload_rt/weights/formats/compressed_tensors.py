@@ -25,24 +25,18 @@ _ALLOWED: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[str, ...]]] = 
     _MXFP4: (("float",), (4,), ("group",)),
 }
 
-
 matches = quantized.has_method("compressed-tensors")
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """A group of the config.
-
-    targets  module names, regular expressions after "re:", or classes such as Linear
-    block    rows and columns per scale; 0 for all
-    """
-
+    # Module names, regular expressions after "re:", or classes such as Linear.
     targets: tuple[str, ...]
     format: str
     bits: int
     is_float: bool
     is_symmetric: bool
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns per scale; 0 for all
 
     def rank(self, module: str) -> int:
         """Return the precision of a match: 3 name, 2 regular expression, 1 class, 0 no match."""
@@ -151,14 +145,11 @@ def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
     choices = (True,) if is_float else (True, False)
     symmetric = quantized.setting(weights, ("symmetric",), True, choices)
     bits = quantized.setting(weights, ("num_bits",), 8, all_bits)
-    return _Scheme(tuple(targets), format, bits, is_float, symmetric, _block(weights, strategies))
 
-
-def _block(weights: Mapping[str, Any], strategies: tuple[str, ...]) -> tuple[int, int]:
-    """Return rows and columns per scale, by the strategy; 0 for all."""
     size = quantized.group_size(weights, ("group_size",), -1)
     default = "group" if size > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = quantized.setting(weights, ("strategy",), default, strategies)
+    block = {"tensor": (0, 0), "channel": (1, 0)}.get(strategy, (1, max(size, 0)))
     if strategy == "block":
-        return quantized.two_numbers(weights, "block_structure")
-    return {"tensor": (0, 0), "channel": (1, 0)}.get(strategy, (1, max(size, 0)))
+        block = quantized.two_numbers(weights, "block_structure")
+    return _Scheme(tuple(targets), format, bits, is_float, symmetric, block)

@@ -9,8 +9,6 @@ from offload_rt.weights import quantized
 from offload_rt.weights.formats import Source, StoredTensor
 from offload_rt.weights.matrix import QuantizedMatrix, ZeroPoints
 
-_BITS = (2, 3, 4, 8)
-
 matches = quantized.has_method("gptq")
 
 
@@ -52,7 +50,6 @@ class Format(quantized.QuantizedFormat):
         return QuantizedMatrix(shape, codes, packing, scales, points, order)
 
     def _config_of(self, module: str) -> Mapping[str, Any]:
-        """Return the config of a module, with the first override of a matching pattern."""
         for name, override in self._overrides.items():
             pattern = name.removeprefix("+:")
             if not name.startswith("-:") and quantized.matches_pattern(pattern, module):
@@ -61,5 +58,5 @@ class Format(quantized.QuantizedFormat):
 
 
 def _sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    bits = quantized.setting(config, ("bits",), 4, _BITS)
+    bits = quantized.setting(config, ("bits",), 4, (2, 3, 4, 8))
     return bits, quantized.group_size(config, ("group_size",), 128)
