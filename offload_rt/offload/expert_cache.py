@@ -38,11 +38,9 @@ class ExpertCache(ABC):
     experts arrive, followed by experts predicted for the next layer. Evicted first are experts with
     the lowest usage: the share of rows routed to them, decaying per pass. Every needed expert is
     computed, for any number of slots.
-
-    host  computes some missing experts on the host, or None
     """
 
-    host: HostExperts | None = None
+    host: HostExperts | None = None  # computes some missing experts
 
     def __init__(
         self, sizes: ExpertSizes, tier: Tier, view: MakeWeights, slots: list[Tensor]

@@ -27,11 +27,6 @@ class HostExperts:
 
     Missing experts of a layer are split between sequential copies and host compute, so that the
     later of both ends as early as possible. The split follows from row counts and measured rates.
-
-    times   seconds per expert by row count, including row transfer; None until measured
-    copy_s  seconds of copying an expert to the device
-    is_on   False to copy all experts
-    release  called by the thread after the computation of a block
     """
 
     def __init__(
@@ -47,10 +42,11 @@ class HostExperts:
         self._image = image
         self._view = view
         self._device = device
-        self.copy_s = copy_s
+        self.copy_s = copy_s  # seconds of copying an expert to the device
+        # Seconds per expert by row count, including row transfer; None until measured.
         self.times: ComputeTimes | None = None
-        self.is_on = False
-        self.release: Callable[[int], None] = lambda block: None
+        self.is_on = False  # False to copy all experts
+        self.release: Callable[[int], None] = lambda block: None  # called after each block
 
         def begin() -> None:
             stay_near(cpus)

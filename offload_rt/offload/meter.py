@@ -6,11 +6,7 @@ from collections.abc import Callable
 
 
 class LinkMeter:
-    """Count bytes, and the time with at least one transfer in progress. Thread-safe.
-
-    waited_s     seconds the device waited for layers; written by a single thread at a time
-    before_read  functions that add the transfers finished so far
-    """
+    """Count bytes, and the time with at least one transfer in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,8 +14,8 @@ class LinkMeter:
         self._since = 0.0
         self._busy_s = 0.0
         self._nbytes = 0
-        self.waited_s = 0.0
-        self.before_read: set[Callable[[], None]] = set()
+        self.waited_s = 0.0  # of the device for layers; written by a single thread at a time
+        self.before_read: set[Callable[[], None]] = set()  # add the transfers finished so far
 
     def begin(self) -> None:
         """Record the start of a transfer."""

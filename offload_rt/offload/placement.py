@@ -16,26 +16,18 @@ BEST_SLOTS = 3
 
 @dataclass(frozen=True)
 class ReservedMemory:
-    """Device bytes besides layers.
-
-    draft      everything a draft model needs
-    stand_in   resident copy of a streamed layer for self-drafting, per layer
-    experts    slots of experts loaded on demand
-    graphs     memory pool and logits of captured passes
-    images     vision tower or two blocks of it, its activations and features
-    streamed_images  bytes of the vision tower on disk, read for each image; not on the device
-    """
+    """Device bytes besides layers."""
 
     non_layer: int
     cache: int
     scratch: int
-    draft: int = 0
+    draft: int = 0  # everything a draft model needs
     libraries: int = 0
-    stand_in: int = 0
-    experts: int = 0
-    graphs: int = 0
-    images: int = 0
-    streamed_images: int = 0
+    stand_in: int = 0  # resident copy of a streamed layer for self-drafting, per layer
+    experts: int = 0  # slots of experts loaded on demand
+    graphs: int = 0  # memory pool and logits of captured passes
+    images: int = 0  # vision tower or two blocks of it, its activations and features
+    streamed_images: int = 0  # vision tower on disk, read for each image; not on the device
 
     @property
     def total(self) -> int:
@@ -46,22 +38,15 @@ class ReservedMemory:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory budgets in bytes.
-
-    host       0 without a tier between device and disk
-    has_card   a GPU, so disk reads pass through host memory
-    is_unified the GPU shares the host's memory, so layers are on the device or on disk
-    buffers    host memory for reading, and for off-device KV rows
-    most       largest `device` that a setting can allow; None if unknown
-    """
+    """Memory budgets in bytes."""
 
     device: int
-    host: int = 0
+    host: int = 0  # 0 without a tier between device and disk
     libraries: int = 0
-    has_card: bool = False
-    is_unified: bool = False
-    buffers: int = 0
-    most: int | None = None
+    has_card: bool = False  # a GPU, so disk reads pass through host memory
+    is_unified: bool = False  # the GPU shares the host's memory: layers on the device or on disk
+    buffers: int = 0  # host memory for reading, and for off-device KV rows
+    most: int | None = None  # largest `device` that a setting can allow; None if unknown
 
     def host_room(self, nbytes: int) -> int:
         """Return the number of blocks of `nbytes` bytes that fit on the host."""
@@ -70,16 +55,11 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class LinkSizes:
-    """Sizes of streamed layers, if different from the sizes in compute.
+    """Sizes of streamed layers, if different from the sizes in compute."""
 
-    layer_nbytes  bytes of each layer on link and host
-    slot_nbytes   bytes of a device slot
-    buffer        further device bytes, e.g. for decoding
-    """
-
-    layer_nbytes: tuple[int, ...]
-    slot_nbytes: int
-    buffer: int
+    layer_nbytes: tuple[int, ...]  # of each layer on link and host
+    slot_nbytes: int  # of a device slot
+    buffer: int  # further device bytes, e.g. for decoding
 
     @classmethod
     def unchanged(cls, layer_nbytes: Sequence[int]) -> "LinkSizes":
@@ -89,15 +69,11 @@ class LinkSizes:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Sizes of experts that are separate blocks.
-
-    nbytes     bytes of the largest expert, which determines the slot size
-    n_on_host  experts in host memory of a GPU machine; further experts are on disk
-    """
+    """Sizes of experts that are separate blocks."""
 
     mixture: Mixture
-    nbytes: int
-    n_on_host: int = 0
+    nbytes: int  # of the largest expert, which determines the slot size
+    n_on_host: int = 0  # in host memory of a GPU machine; further experts are on disk
 
     @property
     def n_blocks(self) -> int:
@@ -112,23 +88,17 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of all memory.
+    """Placement of all memory."""
 
-    tiers         "device", "host" or "disk" per layer
-    n_host_slots  host slots for disk layers on the way to a GPU
-    split         placement of KV rows; None if all are on the device
-    experts       experts loaded on demand, or None
-    """
-
-    tiers: tuple[str, ...]
+    tiers: tuple[str, ...]  # "device", "host" or "disk" per layer
     layer_nbytes: tuple[int, ...]
     n_slots: int
     reserved: ReservedMemory
     budget: MemoryBudget
     link: LinkSizes
-    n_host_slots: int = 0
-    split: KVSplit | None = None
-    experts: ExpertSizes | None = None
+    n_host_slots: int = 0  # for disk layers on the way to a GPU
+    split: KVSplit | None = None  # placement of KV rows; None if all are on the device
+    experts: ExpertSizes | None = None  # loaded on demand, or None
 
     @property
     def slot_nbytes(self) -> int:

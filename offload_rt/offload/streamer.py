@@ -24,23 +24,15 @@ _NOTHING = PackedLayer(torch.empty(0, dtype=torch.uint8), Layout((), 0))
 
 @dataclass(frozen=True)
 class LayerSources:
-    """Placement of a model's layers.
+    """Placement of a model's layers."""
 
-    resident      tier of the layers computed in place
-    streamed      tier of each streamed layer, None for resident layers
-    n_host_slots  host slots for transient layers
-    cpus          CPU affinity of reader threads, close to the GPU; empty for any
-    encoded       streamed layers in lossless encoding, decoded on the GPU
-    slot_nbytes   minimum slot size, reserved for layers of later sources
-    """
-
-    resident: MemoryTier
-    streamed: tuple[Tier | None, ...]
+    resident: MemoryTier  # of the layers computed in place
+    streamed: tuple[Tier | None, ...]  # of each streamed layer, None for resident layers
     n_slots: int
-    n_host_slots: int = 0
-    cpus: Cpus = frozenset()
-    encoded: Mapping[int, EncodedLayer] = field(default_factory=dict)
-    slot_nbytes: int = 0
+    n_host_slots: int = 0  # for transient layers
+    cpus: Cpus = frozenset()  # affinity of reader threads, close to the GPU; empty for any
+    encoded: Mapping[int, EncodedLayer] = field(default_factory=dict)  # decoded on the GPU
+    slot_nbytes: int = 0  # minimum slot size, reserved for layers of later sources
 
     @property
     def order(self) -> list[int]:

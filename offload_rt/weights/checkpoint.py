@@ -25,24 +25,18 @@ from offload_rt.weights.source import OTHER_CONFIG, Source
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoint with all expected tensors.
+    """Checkpoint with all expected tensors."""
 
-    path       directory or GGUF file
-    layers     per layer its tensors, in the order of `spec.layer_tensors(i)`
-    non_layer  in the order of `spec.non_layer_tensors()`
-    tensors    all tensors by the model's names
-    images     vision tower, if it is used: tensors outside its blocks, then its blocks
-    whole      complete checkpoint, if this is a part
-    """
-
-    path: Path
+    path: Path  # directory or GGUF file
     spec: Architecture
     format: WeightFormat
-    layers: tuple[BlockRecord, ...]
-    non_layer: BlockRecord
+    layers: tuple[BlockRecord, ...]  # each in the order of `spec.layer_tensors(i)`
+    non_layer: BlockRecord  # in the order of `spec.non_layer_tensors()`
     config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    # All tensors by the model's names.
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict, compare=False, repr=False)
-    images: tuple[BlockRecord, ...] = ()
+    images: tuple[BlockRecord, ...] = ()  # if used: tensors outside its blocks, then its blocks
+    # Complete checkpoint, if this is a part.
     whole: "Checkpoint | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -197,9 +191,8 @@ def assemble(
     for name, record in tensors.items():
         is_expected = (record.name, record.start) in expected or spec.is_unused(name)
         if not is_expected and not weight_format.is_unused(name, Source(tensors)):
-            problem = (
-                f"{record.path.name}: tensor {name!r} belongs to no part of a {spec.family} model"
-            )
+            part = f"no part of a {spec.family} model"
+            problem = f"{record.path.name}: tensor {name!r} belongs to {part}"
             raise CheckpointError(problem, change=OTHER_CONFIG)
     return checkpoint
 

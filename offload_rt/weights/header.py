@@ -23,20 +23,16 @@ _DTYPES = FLOATS | {
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Bytes [start, stop) of a file, or `n_pieces` pieces of this size at distances of `stride`.
-
-    dtype  dtype in the notation of the file
-    key    name within a block, without the layer prefix
-    stamp  `stamp_of` the file when its header was read; None without a local file
-    """
+    """Bytes [start, stop) of a file, or `n_pieces` pieces of this size at distances of `stride`."""
 
     name: str
-    dtype: str
+    dtype: str  # in the notation of the file
     shape: tuple[int, ...]
     path: Path
     start: int
     stop: int
-    key: str
+    key: str  # name within a block, without the layer prefix
+    # `stamp_of` the file when its header was read; None without a local file
     stamp: tuple[int, int] | None = None
     n_pieces: int = 1
     stride: int = 0

@@ -106,9 +106,10 @@ def hub_headers(model: str, revision: str | None, offline: bool) -> dict[str, Te
     fetch = huggingface_hub.HfApi().get_safetensors_metadata
     metadata = _from_hub(model, offline, partial(fetch, model, revision=revision))
     return {
-        name: TensorRecord(name, of.dtype, tuple(of.shape), Path(file), *of.data_offsets, name)
+        name: TensorRecord(name, tensor.dtype, tuple(tensor.shape), Path(file), start, stop, name)
         for file, header in metadata.files_metadata.items()
-        for name, of in header.tensors.items()
+        for name, tensor in header.tensors.items()
+        for start, stop in [tensor.data_offsets]
     }
 
 

@@ -55,18 +55,12 @@ class Coding:
 
 @dataclass(frozen=True, eq=False)
 class EncodedLayer:
-    """Encoded layer in a block: a table of chunks, then the chunks.
+    """Encoded layer in a block: a table of chunks, then the chunks."""
 
-    layout   layout of the decoded layer
-    codings  encoding of each tensor, in order
-    chunks   (n,) of CHUNKS, with sources relative to the start of the block
-    nbytes   bytes of the block
-    """
-
-    layout: Layout
-    codings: tuple[Coding, ...]
-    chunks: np.ndarray
-    nbytes: int
+    layout: Layout  # of the decoded layer
+    codings: tuple[Coding, ...]  # of each tensor, in order
+    chunks: np.ndarray  # (n,) of CHUNKS, with sources relative to the start of the block
+    nbytes: int  # of the block
 
     @classmethod
     def from_codings(cls, layout: Layout, codings: Sequence[Coding]) -> "EncodedLayer":

@@ -62,16 +62,13 @@ class ZeroPoints:
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Quantised scales: table[code] * (scale of each `block` of codes) + `offset`, in float32.
-
-    first  for a slice of a matrix, index of its first scale among the scales of the matrix
-    """
+    """Quantised scales: table[code] * (scale of each `block` of codes) + `offset`, in float32."""
 
     scales: StoredTensor
     table: StoredTensor
     block: int
     offset: float
-    first: int = 0
+    first: int = 0  # for a slice, index of its first scale among the scales of the matrix
 
     def decode(self, codes: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the scales (n,) float32 of codes (n,) uint8."""
@@ -83,18 +80,14 @@ class NestedScales:
 
 @dataclass(frozen=True)
 class QuantizedMatrix(Matrix):
-    """Codes and scales. Packing orders `columns` and `awq` store the transpose.
-
-    groups   group index of each input, instead of consecutive groups
-    product  dtype of code * scale; None for the dtype of the scales
-    """
+    """Codes and scales. Packing orders `columns` and `awq` store the transpose."""
 
     codes: StoredTensor
     packing: Packing
     scales: StoredTensor
     zeros: ZeroPoints | None = None
-    groups: StoredTensor | None = None
-    product: DType | None = None
+    groups: StoredTensor | None = None  # group index of each input, instead of consecutive groups
+    product: DType | None = None  # dtype of code * scale; None for the dtype of the scales
     nested: NestedScales | None = None
 
     @property

@@ -25,14 +25,11 @@ else:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Products on a CPU that differ from exact products of rows by themselves.
+    """Products on a CPU that differ from exact products of rows by themselves."""
 
-    allows_torch   torch may multiply many rows of 16 bits; results may depend on other rows
-    rounds_inputs  products with integer codes round their inputs to 8 bits, as llama.cpp does
-    """
-
+    # torch may multiply many rows of 16 bits; results may depend on other rows
     allows_torch: bool = False
-    rounds_inputs: bool = False
+    rounds_inputs: bool = False  # to 8 bits with integer codes, as llama.cpp does
 
 
 _EXACT = Arithmetic()

@@ -145,7 +145,6 @@ def _scheme(group: Mapping[str, Any], format: object) -> _Scheme:
     choices = (True,) if is_float else (True, False)
     symmetric = quantized.setting(weights, ("symmetric",), True, choices)
     bits = quantized.setting(weights, ("num_bits",), 8, all_bits)
-
     size = quantized.group_size(weights, ("group_size",), -1)
     default = "group" if size > 0 else "channel" if weights.get("group_size") == -1 else "tensor"
     strategy = quantized.setting(weights, ("strategy",), default, strategies)
