@@ -74,11 +74,10 @@ class BlockHead(Head, NativeDecoder):
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
         d = self.hidden_size
-        rank = self.markov_rank
         tensors = [weight("fc", d, len(self.taps) * d), weight("hidden_norm", d), weight("norm", d)]
         if self.n_tokens != self.vocab_size:
             tensors.append(weight(HEAD, self.n_tokens, d))
-        if rank:
+        if rank := self.markov_rank:
             tensors.append(weight(_MARKOV[0], self.vocab_size, rank))
             tensors.append(weight(_MARKOV[1], self.n_tokens, rank))
         if self.is_gated:
@@ -100,7 +99,8 @@ class BlockHead(Head, NativeDecoder):
         rotary = self._rotary(first, len(inputs), inputs)
         rows = []
         for weights in layers:
-            k, v = (self._heads(part) for part in weights.linears(inputs, QKV[1:]))
+            parts = weights.linears(inputs, QKV[1:])
+            k, v = (part.view(len(part), -1, self.head_dim) for part in parts)
             k = self._rotated(weights, "k_norm", k, rotary)
             rows.append((k.transpose(0, 1), v.transpose(0, 1)))
         return rows
@@ -136,7 +136,7 @@ class BlockHead(Head, NativeDecoder):
         cached  keys and values (n_kv_heads, n, head_dim) of all earlier tokens
         rotary  cosines and sines (n, head_dim) of the rows
         """
-        q, k, v = (self._heads(part) for part in layer.linears(h, QKV))
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in layer.linears(h, QKV))
         q = self._rotated(layer, "q_norm", q, rotary)
         k = self._rotated(layer, "k_norm", k, rotary)
         blocks = (part.view(-1, self.block_size, *part.shape[1:]) for part in (q, k, v))
@@ -162,8 +162,7 @@ class BlockHead(Head, NativeDecoder):
         if self.markov_rank:
             before = weights.rows(tokens, _MARKOV[0])
             if self.is_gated:
-                both = torch.cat((hidden, before), 1)
-                before = before * weights.linear(both, _GATE).sigmoid_()
+                before = before * weights.linear(torch.cat((hidden, before), 1), _GATE).sigmoid_()
             logits = logits + weights.linear(before, _MARKOV[1])
         assert isinstance(weights, HeadWeights), "created by weights_beside"
         return weights.expand(logits, self.vocab_size)
@@ -180,17 +179,12 @@ class BlockHead(Head, NativeDecoder):
             visible &= (rows - keys).abs() < window
         return visible
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(len(x), -1, self.head_dim)
-
-    def _rotated(
-        self, weights: LayerWeights, name: str, x: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _rotated(self, weights: LayerWeights, name: str, x: Tensor, rotary: _Pair) -> Tensor:
         """Apply a norm and rotary embeddings to x (n, heads, head_dim)."""
         normed = ops.rms_norm(x, weights.vector(f"self_attn.{name}"), self.eps)
         return ops.reference.rotate(normed, *rotary)
 
-    def _rotary(self, first: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotary(self, first: int, n: int, like: Tensor) -> _Pair:
         positions = torch.arange(first, first + n)
         cos, sin = self.rope.cos_sin(positions, positions + 1, like.dtype)
         return cos.to(like.device), sin.to(like.device)
@@ -256,11 +250,10 @@ class DFlash2(BlockHead):
         self, weights: LayerWeights, name: str, h: Tensor
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the convolved input h (n, hidden_size), and a function for a sublayer's output."""
-        size = self.conv_group_size
         base = weights.tensor(f"{name}.base_kernel")
         dynamic = weights.linear(h, f"{name}.kernel_projection")
         dynamic = dynamic.view(len(h), 2, self.conv_kernel_size, -1, 1)
-        kernels = base.view(2, self.conv_kernel_size, -1, size) + dynamic
+        kernels = base.view(2, self.conv_kernel_size, -1, self.conv_group_size) + dynamic
 
         def convolve(x: Tensor, side: int) -> Tensor:
             blocks = x.view(-1, self.block_size, x.shape[1])

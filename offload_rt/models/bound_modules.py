@@ -133,8 +133,7 @@ def computed_buffers(model: Any) -> list[tuple[dict[str, Any], str, Tensor]]:
             module._is_hf_initialized = True
     model.initialize_weights()
     for module in modules:  # freeze frequencies that would depend on the sequence length
-        kind = getattr(module, "rope_type", "")
-        if kind:
+        if kind := getattr(module, "rope_type", ""):
             fixed: Any = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
             module.rope_type = fixed
     return [(table, key, table[key]) for table, key in buffers]

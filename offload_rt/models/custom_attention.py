@@ -62,26 +62,19 @@ def _attend_scaled(
 
 
 def _falcon(
-    module: Any,
-    hidden_states: Tensor,
-    alibi: Tensor | None,
-    attention_mask: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
+    module: Any, hidden_states: Tensor, alibi: Any, position_embeddings: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Forward of FalconAttention; each key head is stored once."""
     qkv = module.query_key_value(hidden_states)
     groups = qkv.view(*qkv.shape[:2], module.num_kv_heads, -1, module.head_dim)
     q = groups[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
     k, v = (groups[:, :, :, place].transpose(1, 2) for place in (-2, -1))
-    scale = module.inv_norm_factor
     code = sys.modules[type(module).__module__]
     if alibi is None:
-        assert position_embeddings is not None
         q, k = code.apply_rotary_pos_emb(q, k, *position_embeddings)
     else:
         q, k = _with_positions(q, k, _slopes(code, q), alibi)
-    return module.dense(_attend(module, q, k, v, scale).flatten(2)), None
+    return module.dense(_attend(module, q, k, v, module.inv_norm_factor).flatten(2)), None
 
 
 def _bloom(
@@ -105,8 +98,7 @@ def _mpt(
     )
     code = sys.modules[type(module).__module__]
     bias = code.build_mpt_alibi_tensor(module.n_heads, 2, device=q.device)
-    slopes = -bias[:, 0, 0] / module.softmax_scale
-    q, k = _with_positions(q, k, slopes, position_bias)
+    q, k = _with_positions(q, k, -bias[:, 0, 0] / module.softmax_scale, position_bias)
     return module.out_proj(_attend(module, q, k, v, module.softmax_scale).flatten(2)), None
 
 
@@ -132,10 +124,6 @@ def _with_positions(
 
     Softmax ignores the query's position. Slopes and positions are sums of two terms, so that
     16-bit products keep 16 bits of both. Eight dimensions keep rows aligned.
-
-    q, k       (1, n_heads, n, dim); fewer heads for k
-    slopes     (n_heads,) float32
-    positions  (1, n)
     """
     coarse = slopes.to(q.dtype).float()
     fine = slopes - coarse

@@ -147,8 +147,7 @@ class Eagle3(HeadDecoder, NativeDecoder):
         return self._output(weights, x) if self.feeds_normed else x[:, self.hidden_size :]
 
     def _output(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        hidden = x[:, self.hidden_size :].contiguous()
-        return ops.rms_norm(hidden, weights.vector("norm"), self.eps)
+        return ops.rms_norm(x[:, self.hidden_size :].contiguous(), weights.vector("norm"), self.eps)
 
     def head(self, weights: LayerWeights, x: Tensor) -> Tensor:
         output = self._output(weights, x) if self.is_normed else x[:, self.hidden_size :]

@@ -6,14 +6,10 @@ from offload_rt.errors import check_integer, config_error
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.native import MOST, native_decoder
 
-# Of a config.json without one, as transformers has it.
-_WINDOW = 4096
-_FIRST_WINDOWED = 28
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
-_SIZES = (*_REQUIRED[:-1], "num_key_value_heads", "head_dim")
 # Keys of every family; most describe training or saving.
 _COMMON = {
     *_REQUIRED, "num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings",
@@ -23,7 +19,6 @@ _COMMON = {
     "num_parameters", "num_nextn_predict_layers", "architectures", "model_type", "dtype",
     "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
 class Family(NamedTuple):
@@ -72,11 +67,11 @@ def _check_keys(raw: dict[str, Any], family: Family) -> None:
     for key in (*_REQUIRED, *family.required):
         if raw.get(key) is None:
             raise config_error(f"key {key!r} is missing")
-    for key in _SIZES:
+    for key in (*_REQUIRED[:-1], "num_key_value_heads", "head_dim"):
         value = raw.get(key)
         if value is not None:
             check_integer(key, value, 1, MOST)
-    for key in _SWITCHES:
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
         if type(raw.get(key, False)) is not bool:
             raise config_error(f"{key} is {raw[key]!r}", need="true or false")
     unknown = {key for key in raw.keys() - _COMMON - family.keys if not key.startswith("_")}
@@ -106,7 +101,7 @@ def _changes(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window_of(raw: dict[str, Any]) -> int | None:
-    window: int | None = raw.get("sliding_window", _WINDOW)
+    window: int | None = raw.get("sliding_window", 4096)  # transformers' default
     if window is not None:
         check_integer("sliding_window", window, 1, MOST)
     return window
@@ -118,7 +113,7 @@ def _windows_of(raw: dict[str, Any]) -> tuple[int | None, ...]:
     n = raw["num_hidden_layers"]
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers", _FIRST_WINDOWED)
+        first = raw.get("max_window_layers", 28)  # transformers' default
         if type(first) is not int:
             raise config_error(f"max_window_layers is {first!r}", need="a number of layers")
         return tuple(window if i >= first else None for i in range(n))

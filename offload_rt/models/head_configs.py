@@ -46,8 +46,6 @@ _SPECULATORS_KEYS = {
     "speculators_version", "target_hidden_size", "tie_word_embeddings", "torch_dtype",
     "transformers_version",
 }  # fmt: skip
-# Tokens that P-EAGLE heads predict unless the config tells.
-_N_PARALLEL = 8
 _BLOCK_CONFIGS = ("dflash_config", "dspark_config")
 _DSPARK_KEYS = {
     "confidence_head_alpha", "confidence_head_with_markov", "enable_confidence_head",
@@ -78,11 +76,9 @@ def mtp_of(target: NativeDecoder, layout: MtpLayout) -> NativeMtp:
 
 def _medusa_of(raw: dict[str, Any], target: Architecture) -> Medusa:
     if not isinstance(target, NativeDecoder):
-        raise UnsupportedModelError(
-            f"Medusa heads cannot draft for a model of type {target.family}",
-            need="a model of type llama, mistral, qwen2 or qwen3",
-            change="use another draft model",
-        )
+        problem = f"Medusa heads cannot draft for a model of type {target.family}"
+        need = "a model of type llama, mistral, qwen2 or qwen3"
+        raise UnsupportedModelError(problem, need=need, change="use another draft model")
     n_heads = raw.get("medusa_num_heads", raw.get("num_heads"))
     n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
     for name, value in (("medusa_num_heads", n_heads), ("medusa_num_layers", n_blocks)):
@@ -137,8 +133,7 @@ def _eagle_of(raw: dict[str, Any], target: Architecture) -> Eagle3:
     norm_before = "input_norm" if raw.get("norm_before_fc") else ""
     n = target.n_layers
     nested = (raw.get(_EAGLE_CONFIG) or {}).get("eagle_aux_hidden_state_layer_ids")
-    # Nested ids name the layers whose outputs are read, from 0. Top-level ids name the layers whose
-    # inputs are read.
+    # Nested ids name layers by their outputs, from 0, and top-level ids by their inputs.
     top = raw.get("eagle_aux_hidden_state_layer_ids") or [2, n // 2, n - 3]
     taps = check_taps([i + 1 for i in nested] if nested else top, target)
     changes: dict[str, Any] = {
@@ -193,7 +188,7 @@ def _parallel_fields(raw: dict[str, Any], layers: NativeDecoder, n_taps: int) ->
     token: Any = next((raw[key] for key in _MASK_KEYS if raw.get(key) is not None), None)
     check_integer("mask_token_id", token, 0, layers.vocab_size - 1)
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    n: int = methods[0].get("speculative_tokens", _N_PARALLEL)
+    n: int = methods[0].get("speculative_tokens", 8)
     check_integer("speculative_tokens", n, 1, 99)
     shape = (1, 1, n_taps * layers.hidden_size)
     return {"family": "peagle", "mask_token": token, "mask_shape": shape, "n_parallel": n}
@@ -243,10 +238,7 @@ def _block_of(raw: dict[str, Any], target: Architecture) -> BlockHead:
 
 
 def _divide(raw: dict[str, Any], known: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the keys of the drafter from the config of its layers.
-
-    Raises UnsupportedModelError for unknown keys; unknown keys of the layers remain with them.
-    """
+    """Separate the keys of the drafter from the config of its layers."""
     if _TYPE in raw:
         if unknown := sorted(set(raw) - known):
             raise config_error(f"{unknown[0]!r} is not understood for {raw[_TYPE]!r}")
@@ -279,8 +271,7 @@ def _sizes(keys: dict[str, Any], kind: str, vocab_size: int) -> dict[str, Any]:
         "mask_token": (keys.get("mask_token_id"), 0, vocab_size - 1),
     }
     if is_dspark:
-        rank = keys.get("markov_rank", 256 if by_speculators else None)
-        counts["markov_rank"] = (rank, 0, 2**16)
+        counts["markov_rank"] = (keys.get("markov_rank", 256 if by_speculators else None), 0, 2**16)
     elif kind == "dflash2":
         counts |= {name: (keys.get(name), 1, 2**16) for name in sorted(_DFLASH2_KEYS)}
     for name, (value, low, high) in counts.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload_rt.errors import SettingsError
 from offload_rt.models.architecture import Architecture
 from offload_rt.models.layers import LayerWeights, TensorShape
-from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, weight
+from offload_rt.models.native import EMBED, HEAD, NORM, NativeDecoder, linears, weight
 
 if TYPE_CHECKING:
     import torch
@@ -230,12 +230,7 @@ class Medusa(Head, NativeDecoder):
     def layer_tensors(self, i: int) -> tuple[TensorShape, ...]:
         d = self.hidden_size
         names = [f"{k}.linear" for k in range(self.n_blocks)]
-        blocks = [
-            part
-            for name in names
-            for part in (weight(name, d, d), TensorShape(f"{name}.bias", (d,)))
-            if self.has_bias or len(part.shape) == 2
-        ]
+        blocks = [part for name in names for part in linears({name: d}, d, self.has_bias)]
         return (*blocks, weight(f"{self.n_blocks}", self.vocab_size, d))
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -288,5 +283,4 @@ def check_taps(taps: Sequence[Any], target: Architecture) -> tuple[int, ...]:
 def target_mismatch(quantity: str, have: str, need: str) -> SettingsError:
     """Return the error for a head that does not fit the target."""
     problem = f"the head's {quantity} differs from the model's"
-    change = "use a head trained for this model"
-    return SettingsError(problem, need=need, have=have, change=change)
+    return SettingsError(problem, need=need, have=have, change="use a head trained for this model")

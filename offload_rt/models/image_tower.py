@@ -27,8 +27,6 @@ FAMILIES = (
 # those of models with multimodal positions. Other models use tiles of fixed size.
 _MASKED = ("mistral3", "gemma4")
 _MOST_TILES = {"llava_next": 5, "internvl": 13, "aya_vision": 13, "idefics3": 17, "smolvlm": 17}
-# Largest number of further features per image token.
-_N_DEEP = 3
 
 
 class ImageTower:
@@ -65,16 +63,13 @@ class ImageTower:
         blocks = max(lists, key=len, default=nn.ModuleList())
         self._bound = BoundModules(model.model.dtype)
         self._parts = [BoundPart() for _ in range(1 + len(blocks))]
-        owners = {
-            id(module): part
-            for part, block in zip(self._parts[1:], blocks, strict=True)
-            for module in block.modules()
-        }
+        pairs = list(zip(self._parts[1:], blocks, strict=True))
+        owners = {id(module): part for part, block in pairs for module in block.modules()}
         for name, module in modules.items():
             if isinstance(module, PreTrainedModel) and module is not self._base:
                 module.config._attn_implementation = "sdpa" if module._supports_sdpa else "eager"
             self._bound.add(owners.get(id(module), self._parts[0]), module, name)
-        for part, block in zip(self._parts[1:], blocks, strict=True):
+        for part, block in pairs:
             block.forward = partial(self._block, part, block.forward)
 
     @property
@@ -151,14 +146,14 @@ class ImageTower:
         if self.family in _MASKED:
             n_activations += n_patches**2
         width: int = self._model.text.hidden_size
-        n_features = n_kept * self.most_tokens(n_pixels) * width * (1 + _N_DEEP)
+        n_features = n_kept * self.most_tokens(n_pixels) * width * (1 + 3)  # up to 3 deep ones
         # The processor's pixels are float32.
         return (n_activations + n_features + 3 * n_pixels) * itemsize + 4 * 3 * n_pixels
 
     def plain(self, weights: LayerWeights, device: torch.device) -> ImageFeatures:
         """Return the embedding of the placeholder as an ordinary token, as features of a row."""
         ids = torch.tensor([self.token_id], device=device)
-        row = self._model.embed(weights, ids, torch.zeros_like(ids))[0]
+        row = self._model.embed(weights, ids, torch.zeros_like(ids), None)[0]
         return ImageFeatures(row, (torch.zeros_like(row),) * self._n_deep)
 
     def prompt(self, ids: list[int], images: tuple[PromptImage, ...]) -> ImagePrompt:
@@ -166,16 +161,13 @@ class ImageTower:
         is_image = np.array(ids) == self.token_id
         edges = np.flatnonzero(np.diff(is_image, prepend=False, append=False)).reshape(-1, 2)
         blocks = [(first, stop) for first, stop in edges.tolist()] if self._is_bidirectional else []
-        return ImagePrompt(ids, images, self._positions(ids, images), tuple(blocks))
-
-    def _positions(self, ids: list[int], images: Sequence[PromptImage]) -> Tensor | None:
         if not hasattr(self._base, "get_rope_index"):
-            return None
+            return ImagePrompt(ids, images, blocks=tuple(blocks))
         rows = torch.tensor([ids])
         grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
         types = (rows == self.token_id).int()
-        positions: Tensor = self._base.get_rope_index(rows, types, image_grid_thw=grids)[0]
-        return positions[:, 0]
+        positions = self._base.get_rope_index(rows, types, image_grid_thw=grids)[0]
+        return ImagePrompt(ids, images, positions[:, 0], tuple(blocks))
 
 
 def _flat(rows: Any) -> Tensor:

@@ -53,8 +53,7 @@ class Mixture(NamedTuple):
     n_used: int
 
 
-@dataclass(frozen=True)
-class LayerExperts:
+class LayerExperts(NamedTuple):
     """Experts of a layer that are loaded on demand.
 
     arrive     yields (expert, weights) for the experts with rows, given row counts per expert.
@@ -85,8 +84,7 @@ class HostWork(NamedTuple):
     rows: Callable[[int], Tensor]
 
 
-@dataclass(frozen=True)
-class ExpertShare:
+class ExpertShare(NamedTuple):
     """Experts of a layer owned by this rank, and the reduction over all ranks.
 
     owned       indices of the owned experts

@@ -44,11 +44,8 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _TP_PLAN = {
     **{f"layers.*.{name}": "colwise" for name in (*QKV, *GATE_UP)},
     **{f"layers.*.{name}": "rowwise" for name in ("self_attn.o_proj", "mlp.down_proj")},
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    **{f"layers.*.{name}": "replicated_with_grad_allreduce" for name in HEAD_NORMS},
 }
-# Old Llama checkpoints store rotary frequencies, which the config determines.
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -93,12 +90,12 @@ class NativeDecoder(Architecture):
         head_norms = HEAD_NORMS if self.qk_norm else ()
         return (
             weight("input_layernorm", d),
-            *_linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
+            *linears(dict(zip(QKV, (q, kv, kv), strict=True)), d, self.qkv_bias),
             *(weight(name, self.head_dim) for name in head_norms),
-            *_linears({"self_attn.o_proj": d}, q, self.o_bias),
+            *linears({"self_attn.o_proj": d}, q, self.o_bias),
             weight("post_attention_layernorm", d),
-            *_linears(dict.fromkeys(GATE_UP, m), d, self.mlp_bias),
-            *_linears({"mlp.down_proj": d}, m, self.mlp_bias),
+            *linears(dict.fromkeys(GATE_UP, m), d, self.mlp_bias),
+            *linears({"mlp.down_proj": d}, m, self.mlp_bias),
         )
 
     def non_layer_tensors(self) -> tuple[TensorShape, ...]:
@@ -110,7 +107,8 @@ class NativeDecoder(Architecture):
         drafting = (f"model.layers.{self.n_layers + i}." for i in range(self.n_mtp))
         return (
             (self.tied and name == f"{HEAD}.weight")
-            or _DERIVED.fullmatch(name) is not None
+            # Old Llama checkpoints store rotary frequencies, which the config determines.
+            or bool(re.fullmatch(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name))
             or (self.n_mtp > 0 and name.startswith(("mtp.", "model.mtp_layers.", *drafting)))
         )
 
@@ -198,7 +196,7 @@ def weight(name: str, *shape: int) -> TensorShape:
     return TensorShape(f"{name}.weight", shape)
 
 
-def _linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
+def linears(n_out: Mapping[str, int], n_in: int, bias: bool) -> tuple[TensorShape, ...]:
     """Return matrices with a shared input, followed by their biases: stored as a single product."""
     weights = [weight(name, n, n_in) for name, n in n_out.items()]
     biases = [TensorShape(f"{name}.bias", (n,)) for name, n in n_out.items()]

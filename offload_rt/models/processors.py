@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,14 +21,11 @@ if TYPE_CHECKING:
 
     from offload_rt.models.image_tower import ImageTower
 
-_CONFIG = "processor_config.json"
-_TEMPLATE = "chat_template.json"
 # Qwen-VL's limit. Processors that scale the shorter side up would fill the memory with a strip.
 _MAX_RATIO = 200
 
 
-@dataclass(frozen=True)
-class ProcessedImage:
+class ProcessedImage(NamedTuple):
     """An image of a prompt.
 
     image    as passed to the processor
@@ -94,19 +90,15 @@ class ImageProcessor:
         for processed in out["processed_images"]:
             key = image_key(processed.image.size, processed.image.tobytes())
             stop = first + processed.text.count(place)
-            small = {
-                name: value for name, value in processed.small.items() if name in self._tower.inputs
-            }
+            inputs = self._tower.inputs
+            small = {name: value for name, value in processed.small.items() if name in inputs}
             images.append(PromptImage(key, rows[first:stop], small, processed.pixels))
             first = stop
         assert first == len(rows), "an image has as many tokens alone as in its prompt"
         return self._tower.prompt(ids, tuple(images))
 
     def scaled(self, image: Image) -> Image:
-        """Scale an image down to the largest permitted number of pixels.
-
-        Raises PromptError for a strip.
-        """
+        """Scale an image down to the permitted number of pixels. Raises PromptError for a strip."""
         if max(image.size) > _MAX_RATIO * min(image.size):
             need = f"sides that differ by a factor of at most {_MAX_RATIO}"
             have = f"{image.width} x {image.height} pixels"
@@ -140,7 +132,7 @@ def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
     import transformers
     from transformers.models.auto import processing_auto
 
-    settings = _read(path / _CONFIG)
+    settings = _read(path / "processor_config.json")
     # Checkpoints of older versions name the class only here.
     name = settings.get("processor_class") or vars(processing_auto)["PROCESSOR_MAPPING_NAMES"][kind]
     known = {
@@ -148,7 +140,7 @@ def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
         for key, value in settings.items()
         if not key.endswith("_processor") and key not in ("processor_class", "auto_map")
     }
-    template = tokenizer.chat_template or _read(path / _TEMPLATE).get("chat_template")
+    template = tokenizer.chat_template or _read(path / "chat_template.json").get("chat_template")
     known.setdefault("chat_template", template)
     try:
         loader: Any = transformers.AutoImageProcessor  # untyped
@@ -162,10 +154,7 @@ def load_processor(path: Path, tokenizer: PreTrainedTokenizerBase, kind: str) ->
 
 
 def _image_by_image(made: Any) -> Any:
-    """Return a subclass that processes each image alone, and does not check absent parts.
-
-    The classes of absent parts require torchvision.
-    """
+    """Return a subclass that processes each image alone, and does not check absent parts."""
     from transformers import ProcessorMixin
     from transformers.image_utils import make_flat_list_of_images
 

@@ -28,7 +28,6 @@ KEYS = _NOT_NUMBERS | {
     "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
     "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
-_THETA = 10_000.0  # of a config.json without one
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,8 @@ class RopeConfig:
         if not isinstance(given, dict):
             raise config_error(f"the rope settings are {given!r}", need="a table")
         limit = raw["max_position_embeddings"]
-        settings = {
-            "rope_theta": raw.get("rope_theta", _THETA),
-            "rope_type": given.get("type", "default"),
-            **given,
-        }
+        kind = given.get("type", "default")
+        settings = {"rope_theta": raw.get("rope_theta", 10_000.0), "rope_type": kind, **given}
         if _LENGTH in KINDS.get(str(settings["rope_type"]), ()):
             settings.setdefault(_LENGTH, limit)
         return cls(settings, head_dim, limit)
@@ -95,8 +91,7 @@ class Rope:
     def _plain(self) -> tuple[Tensor, float]:
         try:
             frequencies, scale = self._init()
-        # transformers does not check these values: invalid values raise arbitrary errors
-        except Exception as error:
+        except Exception as error:  # transformers does not check the values
             said = " ".join(str(error).split())
             raise config_error(f"the rope settings are not understood: {said}") from error
         if not bool(frequencies.isfinite().all()):

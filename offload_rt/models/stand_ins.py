@@ -33,8 +33,6 @@ TRACED = "offload_rt_traced"
 MASKED = "offload_rt_masked"
 OTHER_STATE = "keep state other than keys and values"
 OWN_CODE = "use custom attention code"
-# Further tensor arguments of attention that are supported or have no effect.
-_KNOWN = {"s_aux", "position_ids", "cache_position"}
 
 
 def register() -> None:
@@ -117,12 +115,11 @@ class PassCache(Cache):
         call, during tracing, applies to all later calls.
         """
         assert self._context is not None, "attention runs within a layer"
-        number: int | None = getattr(k, "kv_layer", None)
+        number: Any = getattr(k, "kv_layer", None)
         is_kept = number is not None and getattr(v, "kv_layer", None) == number
         if not is_kept:
             number = self._numbers.setdefault(self._at, len(self._numbers))
         window = self.windows.setdefault(self._at, window)
-        assert number is not None
         self.read.setdefault(self._at[0], set()).add(number)
         self._at = (self._at[0], self._at[1] + 1)
         rows = q[0].transpose(0, 1).contiguous()
@@ -188,7 +185,8 @@ def _traced_attention(
 ) -> tuple[Tensor, None]:
     """Attention for tracing. Raises UnsupportedModelError for unsupported attention."""
     tensors = {key for key, value in kwargs.items() if isinstance(value, Tensor)}
-    unknown = sorted(tensors - _KNOWN)
+    # Further tensor arguments that are supported or have no effect.
+    unknown = sorted(tensors - {"s_aux", "position_ids", "cache_position"})
     is_ours = attention_mask is None or hasattr(attention_mask, "window")
     if unknown or not is_ours or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"its attention uses {(unknown or ['a custom mask'])[0]}")

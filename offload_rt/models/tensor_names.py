@@ -112,10 +112,9 @@ class TensorNames:
                 self.parts[name.replace(targets[0], target)] = Part(stored, n * n_rows, n_rows)
         else:
             operations = ", ".join(map(str, converter.operations))
-            raise UnsupportedModelError(
-                f"tensor {stored!r} requires conversion ({operations})",
-                change="save the model with the current version of transformers",
-            )
+            problem = f"tensor {stored!r} requires conversion ({operations})"
+            change = "save the model with the current version of transformers"
+            raise UnsupportedModelError(problem, change=change)
 
     def stored_parts(self) -> tuple[StoredParts, ...]:
         """Return the tensors of each layer that are stored in parts."""

@@ -7,7 +7,7 @@ each layer, or maps final hidden states to logits.
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -49,12 +49,8 @@ from offload_rt.models.traced_experts import (
     experts_of,
 )
 
-# Module of the router in mixtures with native attention.
-_ROUTER = frozenset({"mlp.gate"})
 # Number of rows for tracing: differs from every model size, so row dimensions are recognizable.
 _N_ROWS = 7
-# Maps layer index, input hidden states and arguments to output hidden states.
-_Visit = Callable[[int, Tensor, Call], Tensor]
 
 
 class ImageInputs(NamedTuple):
@@ -174,11 +170,7 @@ class TracedModel:
         return list(called)
 
     def _bind(self, called: list[nn.Module], names: dict[int, str], tied: dict[int, str]) -> None:
-        """Redirect the modules of each layer, and those outside the layers, to their weights.
-
-        names  names of modules by id
-        tied   names of parameters by id, the first name of tied parameters
-        """
+        """Redirect the modules of each layer, and those outside the layers, to their weights."""
         ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         shared = [tied[id(module.weight)].removesuffix(".weight") for module in ends if module]
         self.shared_modules = (shared[0], shared[1]) if len(shared) == 2 else None
@@ -203,11 +195,7 @@ class TracedModel:
                     self._tables.add(tensors[0].name)
 
     def embed(
-        self,
-        weights: LayerWeights,
-        ids: Tensor,
-        positions: Tensor,
-        images: ImageInputs | None = None,
+        self, weights: LayerWeights, ids: Tensor, positions: Tensor, images: ImageInputs | None
     ) -> tuple[Tensor, tuple[Call, ...]]:
         """Return the first layer's input for tokens (n,), and the arguments of each layer.
 
@@ -242,9 +230,7 @@ class TracedModel:
         """Apply the module `mlp` of layer i to normed hidden states x (n, width)."""
         self.move_to(x.device)
         layer: Any = self.layers[i]
-        # torch would convert a router of another dtype, and depend on the number of rows.
-        is_ours = self._device.type == "cpu"
-        with self._given(i, weights, stored, _ROUTER if is_ours else ()):
+        with self._given(i, weights, stored, is_mlp=True):
             out: Tensor = layer.mlp(x[None])
         return out[0]
 
@@ -281,16 +267,9 @@ class TracedModel:
 
     @contextmanager
     def _given(
-        self,
-        i: int,
-        weights: LayerWeights,
-        stored: StoredParts = WHOLE,
-        products: Collection[str] = (),
+        self, i: int, weights: LayerWeights, stored: StoredParts = WHOLE, is_mlp: bool = False
     ) -> Iterator[None]:
-        """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit.
-
-        products  matrices that the module uses in products only, by module
-        """
+        """Bind the weights of layer i, or for -1 the weights outside the layers; unbind on exit."""
         experts = stored.experts
         mixture = self.mixtures.get(i)
         share = weights.expert_share
@@ -315,7 +294,8 @@ class TracedModel:
             if parts := experts.get(name):
                 is_fused = self._device.type == "cuda" and name not in self.transposed
                 return experts_of(parts, (len(parts), *shape[1:]), weights, is_fused)
-            if module in products:
+            # torch would convert a router of another dtype, and depend on the number of rows.
+            if is_mlp and module == "mlp.gate" and self._device.type == "cpu":
                 return MatrixOfModules([module], weights)
             if part := stored.split.get(name):
                 return torch.cat([weights.tensor(piece, dtype) for piece, _ in part])
@@ -329,10 +309,7 @@ class TracedModel:
                 mixture.module.__dict__ |= {"share": None, "touched": None}
 
     def _choice_of_next(self, i: int, experts: LayerExperts, hidden: Tensor) -> Tensor | None:
-        """Apply the router of the next expert layer to this layer's expert inputs.
-
-        Source: Eliseev and Mazur 2023. None without an identified router, or off the device.
-        """
+        """Apply the next expert layer's router to expert inputs (Eliseev and Mazur 2023)."""
         j = min((j for j in self.mixtures if j > i), default=None)
         if j is None or (mixture := self.mixtures[j]).router is None:
             return None
@@ -345,7 +322,7 @@ class TracedModel:
     def _forward(
         self,
         module: nn.Module,
-        visit: _Visit,
+        visit: Callable[[int, Tensor, Call], Tensor],
         ids: Tensor,
         positions: Tensor,
         arguments: Mapping[str, Any] = MappingProxyType({}),

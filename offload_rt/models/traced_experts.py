@@ -1,7 +1,7 @@
 """Experts of traced mixtures: computed together, or loaded on demand."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -19,11 +19,6 @@ from offload_rt.ops.few_rows import Stack, multiply_stack, serves_stack
 from offload_rt.ops.linear import linear
 from offload_rt.packing import CODED_ROWS
 
-# Compute capability times ten from which torch's grouped products leave the row counts on the GPU
-# (pytorch issues 161407, 186620).
-_GROUPED_MM = 90
-# Expert modules of each projection, by expert.
-_Modules = Sequence[Sequence[str]]
 # Stacks of both projections; two stacks if gate and up matrices are stored separately.
 _Stacks = tuple[list[Stack], list[Stack]]
 # Maps module, hidden states, chosen experts and scores to mixed outputs.
@@ -113,18 +108,16 @@ def mix_of_all(
 
 
 def _grouped_products(module: Any, hidden: Tensor, n_chosen: int) -> _Mix | None:
-    """Return a mixture with one product of all experts per projection; None if not on a GPU.
-
-    n_chosen  experts chosen by all rows
-    """
+    """Return a mixture with one product of all experts per projection; None if not on a GPU."""
     stacks = _stacks(module, hidden)
     parameters = [value for value in module._parameters.values() if value is not None]
     is_on_card = hidden.is_cuda and all(getattr(value, "is_cuda", False) for value in parameters)
     if stacks is None:
         return grouped_mm_experts_forward if is_on_card else None
-    # torch's kernel for later GPUs multiplies many rows faster, and does not wait for the host.
+    # torch's kernel for later GPUs multiplies many rows faster, and does not wait for row counts
+    # (pytorch issues 161407, 186620).
     is_torch_faster = n_chosen > CODED_ROWS * module.num_experts
-    if is_on_card and is_torch_faster and extension.capability(hidden.device) >= _GROUPED_MM:
+    if is_on_card and is_torch_faster and extension.capability(hidden.device) >= 90:
         return grouped_mm_experts_forward
     return partial(_mix_stacks, stacks)
 
@@ -134,31 +127,21 @@ def _cpu_products(module: Any, hidden: Tensor) -> _Mix | None:
     up, down = _projections(module)
     if hidden.is_cuda or module.has_bias or not isinstance(up, _Experts):
         return None
-    return partial(_mix_on_cpu, up.weights, (up.names, down.names))
+    return partial(_mix_on_cpu, up, down)
 
 
 def _mix_on_cpu(
-    weights: LayerWeights,
-    modules: tuple[_Modules, _Modules],
-    module: Any,
-    hidden: Tensor,
-    chosen: Tensor,
-    scores: Tensor,
+    up: "_Experts", down: "_Experts", module: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
 ) -> Tensor:
-    """Compute a mixture; outputs are added in expert order, as in `Touched.mix`.
-
-    modules         matrices of the first projection, and of the second
-    chosen, scores  (n_rows, n_used)
-    """
+    """Compute a mixture; outputs are added in expert order, as in `Touched.mix`."""
     n_rows, n_used = chosen.shape
     numbers, order = chosen.flatten().sort(stable=True)
     n_chosen = Counter(numbers.tolist())
     experts = list(n_chosen)
     ends = list(accumulate(n_chosen.values()))
-    up, down = modules
     x = hidden if n_rows == 1 else hidden[order // n_used]
-    inner = _activated(module, weights.linear_experts(x, ends, up, experts))
-    out = weights.linear_experts(inner, ends, down, experts)
+    inner = _activated(module, up.weights.linear_experts(x, ends, up.names, experts))
+    out = down.weights.linear_experts(inner, ends, down.names, experts)
     out = module.post_expert_norm(out) if module.has_post_expert_norm else out
     weighted = (out * scores.flatten()[order, None]).to(hidden.dtype)
     if n_rows > 1:
@@ -192,8 +175,7 @@ def _stacks_of(value: Any, is_transposed: bool) -> list[Stack | None]:
     """Return the stacks of a parameter; matrices (n_in, n_out) have no kernel."""
     if isinstance(value, _Experts):
         return value.stacked()
-    is_stack = isinstance(value, Tensor) and value.is_cuda and not is_transposed
-    return [value if is_stack else None]
+    return [value if isinstance(value, Tensor) and value.is_cuda and not is_transposed else None]
 
 
 def _mix_stacks(

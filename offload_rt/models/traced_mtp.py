@@ -54,14 +54,13 @@ def traced_mtp(target: Architecture, layout: MtpLayout) -> TracedMtp:
     model = TracedModel(config, type(target.model.model))
     names = {module: name for name, module in model.model.named_modules()}
     norm = names[model.decoder.norm]
-    head_layout = layout._replace(layer=f"{model.prefix}0.", norm=norm)
     changes = {
         "family": "mtp",
         "n_layers": 1,
         "taps": (target.n_layers,),
         "model": model,
         "parts": (),
-        "layout": head_layout,
+        "layout": layout._replace(layer=f"{model.prefix}0.", norm=norm),
         "target_norm": norm,
         "stored": layout,
         "n_kv_heads": model.kv_shapes[0].n_heads,

@@ -31,27 +31,23 @@ from offload_rt.models.tensor_names import TensorNames
 from offload_rt.models.traced import TracedModel
 from offload_rt.ops.delta_rule import BLOCK_ROWS
 
-# Model types of checkpoints that transformers reads as another type, by their authors' advice.
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
 # Supported layer types: causal attention, full or within a window.
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-# Model types with Llama's attention, and whether it norms queries and keys. Biases are part of the
-# weights.
+# Model types with Llama's attention, and whether it norms queries and keys; biases are weights.
 _HAS_QK_NORM = {"mixtral": False, "qwen2_moe": False, "qwen3_moe": True}
 
 
 def parse_architecture(raw: dict[str, Any]) -> "TransformersModel":
     """Build the architecture of a config.json from transformers. Raises UnsupportedModelError."""
     kind = raw.get("model_type")
-    kind = _SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
+    kind = "deepseek_v3" if kind == "kimi_k2" else kind  # by its authors' advice
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         change = "remote code is not run; use a model type that transformers implements"
         raise config_error(f"model_type {kind!r} is not supported", change=change)
     try:
         made = CONFIG_MAPPING[kind]
         known = {key: value for key, value in raw.items() if key != "auto_map"}
-        known["model_type"] = kind
-        config = made.from_dict(made._decode_special_floats(known))
+        config = made.from_dict(made._decode_special_floats({**known, "model_type": kind}))
     except Exception as error:  # transformers' strict configs raise a dozen unrelated classes
         raise UnsupportedModelError(f"config.json is not understood: {_said(error)}") from error
     try:
@@ -186,7 +182,6 @@ class TransformersModel(Architecture):
     def of_checkpoint(
         self, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[Self, Mapping[str, Part]]:
-        """Locate tensors by transformers' key mapping. See `Architecture.of_checkpoint`."""
         names = TensorNames(self.model, shapes)
         # Text models are also published with the config of the whole model.
         has_tower = self.tower is not None and self.tower.parts[0][0].name in names.parts
@@ -195,8 +190,7 @@ class TransformersModel(Architecture):
 
     @property
     def mixture(self) -> Mixture | None:
-        mixtures = self.model.mixtures
-        if not mixtures:
+        if not (mixtures := self.model.mixtures):
             return None
         first = next(iter(mixtures.values()))
         return Mixture(tuple(sorted(mixtures)), first.n_experts, first.n_used)
@@ -245,7 +239,7 @@ class TransformersModel(Architecture):
     def embed(
         self, weights: LayerWeights, ids: Tensor, row_inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        return self.model.embed(weights, ids, row_inputs[0])
+        return self.model.embed(weights, ids, row_inputs[0], None)
 
     def layer(self, i: int, weights: LayerWeights, x: Tensor, context: PassContext) -> Tensor:
         return self.model.layer(i, weights, self._parts(i), x, context)

@@ -15,7 +15,6 @@ __all__ = [
 ]  # fmt: skip
 
 _HALVES = (torch.float16, torch.bfloat16)
-_HEAD_DIMS = (64, 96, 128)
 _VECTOR_BYTES = 16
 # A thread block keeps a normalized row in registers.
 _WIDEST_NORMED = 16384
@@ -113,15 +112,13 @@ def partial_attention(
         return layer_cpu.tree_attention(q, k, v, mask, scale, softcap)
     if softcap is not None or not goes_by_extent(q) or q.shape[-1] != v.shape[-1]:
         return reference.partial_attention(q, k, v, mask.dense(), scale, softcap)
-    tensors = mask.bits, mask.depths, mask.key_depths, mask.extent
-    out, lse = extension.kernels().tree_attention(q, k, v, *tensors, mask.window or 0, scale)
+    out, lse = extension.kernels().tree_attention(q, k, v, *mask.tensors, mask.window or 0, scale)
     return out, lse
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Join attention to two disjoint parts of the keys in one launch; see the reference."""
-    dtypes = {out_a.dtype, out_b.dtype}
-    if not extension.serves(out_a) or not dtypes <= {*_HALVES, torch.float32}:
+    if not extension.serves(out_a) or not {out_a.dtype, out_b.dtype} <= {*_HALVES, torch.float32}:
         return reference.merge(out_a, lse_a, out_b, lse_b)
     pairs = (tensor.contiguous() for tensor in (out_a, lse_a, out_b, lse_b))
     out, lse = extension.kernels().merge_attention(*pairs)
@@ -130,7 +127,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 def goes_by_extent(x: Tensor) -> bool:
     """Whether the kernel applies to (..., head_dim); its time is independent of unused rows."""
-    return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in _HEAD_DIMS
+    return extension.serves(x) and x.dtype in _HALVES and x.shape[-1] in (64, 96, 128)
 
 
 def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:

@@ -53,15 +53,18 @@ class Recipe:
         return f"_{self.name}-{digest.hexdigest()[:16]}.so"
 
     def build(self, target: Path) -> None:
-        """Write the library, and the compiler's output to a .log file, or a .failed file.
-
-        Raises NotBuilt.
-        """
+        """Write the library and a .log file of the output. Raises NotBuilt, with a .failed file."""
         command = self._command()
         note = f"building csrc/ ({self.name}) with {self.compiler}, once for this machine"
         print(note, file=sys.stderr, flush=True)
         unfinished = target.with_suffix(".tmp")
-        command += [*self._arguments(), "-o", str(unfinished)]
+        arguments = self.arguments
+        if any("{torch}" in argument for argument in arguments):
+            import torch
+
+            folder = str(Path(torch.__file__).parent)
+            arguments = tuple(argument.replace("{torch}", folder) for argument in arguments)
+        command += [*arguments, "-o", str(unfinished)]
         done = subprocess.run(
             command, cwd=SOURCES, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
@@ -80,14 +83,6 @@ class Recipe:
         # nvcc searches lib64 beside bin, but pip's packages have lib.
         libraries = [f"-L{Path(compiler).parents[1]}/lib"] if self.compiler == "nvcc" else []
         return [compiler, *libraries]
-
-    def _arguments(self) -> list[str]:
-        if not any("{torch}" in argument for argument in self.arguments):
-            return [*self.arguments]
-        import torch
-
-        folder = str(Path(torch.__file__).parent)
-        return [argument.replace("{torch}", folder) for argument in self.arguments]
 
 
 # Compiler flags that each level of x86-64 adds: portable, AVX2, AVX-512, AVX-512 with bfloat16.
@@ -142,11 +137,8 @@ def find_compiler(name: str) -> str | None:
     """Find a compiler in CUDA_HOME, CUDA_PATH, PATH, the system's CUDA and pip's CUDA."""
     from_environment = filter(None, map(os.environ.get, ("CUDA_HOME", "CUDA_PATH")))
     pip = importlib.util.find_spec("nvidia")
-    packages = (
-        folder
-        for place in (pip and pip.submodule_search_locations) or ()
-        for folder in Path(place).iterdir()
-    )
+    places = (pip and pip.submodule_search_locations) or ()
+    packages = (folder for place in places for folder in Path(place).iterdir())
     homes = [*from_environment, None, SYSTEM_CUDA, *sorted(packages)]
     paths = (shutil.which(name, path=None if home is None else f"{home}/bin") for home in homes)
     return next(filter(None, paths), None)
@@ -185,10 +177,7 @@ def origin(path: str) -> str:
 
 
 def _find_in_cache(recipe: Recipe) -> Path:
-    """Return the library in the cache, and build it if missing.
-
-    Waits for a concurrent build. Raises NotBuilt, also after a failed earlier build.
-    """
+    """Return the library in the cache; build it if missing, unless a build failed before."""
     if (setting := os.environ.get("OFFLOAD_RT_BUILD")) in ("0", "none"):
         raise NotBuilt(f"OFFLOAD_RT_BUILD is {setting}")
     try:

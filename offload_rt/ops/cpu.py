@@ -51,10 +51,8 @@ def call(name: str, *arguments: Any) -> None:
     """Call a function of the library; its last argument is the number of threads."""
     loaded = library()
     assert loaded is not None, "callers check `serves`"
-    parts = (
-        ctypes.byref(part) if isinstance(part, ctypes.Structure | ctypes.Array) else part
-        for part in arguments
-    )
+    by_address = (ctypes.Structure, ctypes.Array)
+    parts = (ctypes.byref(part) if isinstance(part, by_address) else part for part in arguments)
     getattr(loaded, name)(*parts, torch.get_num_threads())
 
 

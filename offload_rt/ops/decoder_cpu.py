@@ -7,7 +7,7 @@ those of the single operations.
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -39,8 +39,7 @@ class _Pass(Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of all layers: query heads, KV heads, head dimension, and epsilon of the norms."""
 
     n_heads: int
@@ -49,8 +48,7 @@ class Sizes:
     eps: float
 
 
-@dataclass(frozen=True)
-class CachedRows:
+class CachedRows(NamedTuple):
     """Rows of a sequence in a pass, and the memory of its keys and values.
 
     n             number of rows
@@ -66,8 +64,7 @@ class CachedRows:
     mask: TreeMask
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Weights of a layer as the library reads them, valid as long as their tensors."""
 
     struct: _Layer
@@ -126,8 +123,8 @@ def decode(
     cos, sin = rotary
     arguments = _Pass(
         *cpu.addresses(x, cos, sin), ctypes.addressof(pointers), ctypes.addressof(structs), len(x),
-        len(layers), len(segments), x.stride(0), cos.stride(0), sin.stride(0), sizes.n_heads,
-        sizes.n_kv_heads, sizes.dim, sizes.eps, sizes.dim**-0.5, cpu.DTYPES[x.dtype],
+        len(layers), len(segments), x.stride(0), cos.stride(0), sin.stride(0), *sizes,
+        sizes.dim**-0.5, cpu.DTYPES[x.dtype],
     )  # fmt: skip
     cpu.call("offload_rt_decode_layers", arguments)
     return True

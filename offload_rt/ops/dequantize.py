@@ -66,11 +66,6 @@ class CodedMatrix:
     product: torch.dtype
     rounds_inputs: bool = False
 
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the codes store the transpose."""
-        return self.packing.is_transposed
-
     def float_scales(self) -> Tensor:
         """Return the scales in the dtype of the product."""
         if self.scales.dtype in POWERS_OF_TWO:
@@ -196,10 +191,8 @@ def reference_dequantize(
 ) -> None:
     """Compute `dequantize_codes` in chunks of rows, to bound temporary memory."""
     n_rows, n_columns = out.shape
-    row_scale, column_scale = (
-        torch.arange(n, device=out.device) // size
-        for n, size in zip(out.shape, packing.block, strict=True)
-    )
+    row_scale = torch.arange(n_rows, device=out.device) // packing.block[0]
+    column_scale = torch.arange(n_columns, device=out.device) // packing.block[1]
     if groups is not None and packing.is_transposed:
         row_scale = groups
     elif groups is not None:

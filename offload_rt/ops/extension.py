@@ -18,8 +18,7 @@ def missing() -> str:
     """Load or build the kernels and launch a kernel. Return the reason of a failure, or ""."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    here = targets()
-    if not here:
+    if not (here := targets()):
         return _need()
     try:
         build.load(

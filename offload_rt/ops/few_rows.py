@@ -10,8 +10,6 @@ from offload_rt.ops import extension
 from offload_rt.ops.dequantize import KERNEL_DTYPES, POWERS_OF_TWO, CodedMatrix, kernel_codes
 from offload_rt.packing import ORDERS
 
-# Divisor of the inputs of plain matrices, as in csrc/kernels.h.
-_INPUTS = 32
 _HALVES = (torch.float16, torch.bfloat16)
 _DENSE = len(ORDERS) + 1
 
@@ -37,7 +35,7 @@ def serves_stack(dtype: torch.dtype, stack: Stack) -> bool:
     """Whether the kernel multiplies rows of this dtype by the matrices of a stack."""
     if isinstance(stack, Tensor):
         is_aligned = stack.data_ptr() % 16 == 0 and stack[0].is_contiguous()
-        is_whole = stack.shape[2] % _INPUTS == 0
+        is_whole = stack.shape[2] % 32 == 0  # as in csrc/kernels.h
         return dtype in _HALVES and stack.dtype == dtype and is_aligned and is_whole
     has_scales = stack.scales.dtype == stack.product or _has_exponents(stack)
     return has_scales and _most_rows(dtype, stack) > 0
@@ -80,11 +78,10 @@ def multiply_stack(
     if isinstance(stack, Tensor):
         return _product(library, x, rows, ends, stack, None, None, bias, _DENSE, 1, 8, 0)
     kind, codes = kernel_codes(stack.codes, stack.packing)
-    has_exponents = _has_exponents(stack)
-    scales = stack.scales.view(torch.uint8) if has_exponents else stack.float_scales()
+    scales = stack.scales.view(torch.uint8) if _has_exponents(stack) else stack.float_scales()
     zeros = stack.zeros and stack.zeros.codes
     offset = stack.zeros.plus if stack.zeros else stack.packing.offset
-    block = stack.packing.block[::-1] if stack.is_transposed else stack.packing.block
+    block = stack.packing.block[::-1] if stack.packing.is_transposed else stack.packing.block
     return _product(library, x, rows, ends, codes, scales, zeros, bias, kind, *block, offset)
 
 

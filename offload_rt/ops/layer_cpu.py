@@ -122,8 +122,7 @@ def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tenso
     values = torch.empty(n, k)
     tokens = torch.empty(n, k, dtype=torch.int64)
     # The largest rate makes all probabilities but those of the largest logit 0.
-    tiny = torch.finfo(torch.float32).tiny
-    rate = 0.0 if temperature is None else 1 / max(temperature, tiny)
+    rate = 0.0 if temperature is None else 1 / max(temperature, torch.finfo(torch.float32).tiny)
     pointers = cpu.addresses(logits, values, tokens)
     arguments = _Top(*pointers, n, width, logits.stride(0), k, rate, cpu.DTYPES[logits.dtype])
     cpu.call("offload_rt_top", arguments)

@@ -22,11 +22,7 @@ from offload_rt.ops.dequantize import (
 from offload_rt.ops.few_rows import multiply_few_rows, serves_few_rows
 from offload_rt.packing import PRODUCT_OUTPUTS
 
-# Rows from which torch's product may be faster, with AMX.
-_MANY_ROWS = 16
 _HALVES = (torch.float16, torch.bfloat16)
-# Rows up to which a product decodes in registers on Hopper.
-_HOPPER_ROWS = 64
 
 
 def linear(
@@ -66,7 +62,7 @@ def _undecoded_rows(device: torch.device) -> int:
 
     Measured on an H200 (`bench.gpu` section products); GPUs with less bandwidth decode later.
     """
-    return _HOPPER_ROWS if extension.capability(device) >= 90 else sys.maxsize
+    return 64 if extension.capability(device) >= 90 else sys.maxsize
 
 
 def linears(
@@ -89,11 +85,10 @@ def stack(x: Tensor, weights: Sequence[Sequence[Weight]]) -> linear_cpu.MatrixSt
 
 
 def _uses_library(weight: Weight, x: Tensor, allows_torch: bool) -> bool:
-    needs_gradient = x.requires_grad and torch.is_grad_enabled()
-    if needs_gradient or not linear_cpu.serves(x, weight):
+    if (x.requires_grad and torch.is_grad_enabled()) or not linear_cpu.serves(x, weight):
         return False
     is_same = isinstance(weight, Tensor) and weight.dtype == x.dtype and x.dtype in _HALVES
-    return not (allows_torch and is_same and x.shape[0] >= _MANY_ROWS)
+    return not (allows_torch and is_same and x.shape[0] >= 16)  # torch may be faster, with AMX
 
 
 def _has_fast_product(x: Tensor, weight: Weight) -> bool:
@@ -140,7 +135,7 @@ def dequantize(
     scales = weight.float_scales()
     zeros: ZeroCodes | Tensor | None = weight.zeros if rows is None else weight.int_zeros()
     n_rows = weight.shape[0]
-    if rows is not None and weight.is_transposed:
+    if rows is not None and packing.is_transposed:
         n_rows = len(rows)
         codes = codes[:, rows[::8] // 8 if packing.order == "awq" else rows]
         scales = scales[:, rows]
@@ -151,6 +146,6 @@ def dequantize(
         scales = scales[groups_of_rows]
         zeros = zeros[groups_of_rows] if isinstance(zeros, Tensor) else None
         packing = replace(packing, block=(1, packing.block[1]))
-    target = out.view(-1, n_rows if weight.is_transposed else weight.shape[1])
+    target = out.view(-1, n_rows if packing.is_transposed else weight.shape[1])
     dequantize_codes(codes, scales, zeros, weight.groups, packing, target)
-    return target.T if weight.is_transposed else target
+    return target.T if packing.is_transposed else target

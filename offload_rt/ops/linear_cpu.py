@@ -1,5 +1,4 @@
-"""Matrix products and dequantisation by the CPU library (csrc/linear_cpu.h), for every weight
-format.
+"""Products and dequantisation by the CPU library (csrc/linear_cpu.h), for every weight format.
 
 The library reads stored weights and unpacks a panel at a time. The order of summation is
 independent of the number of rows, so tree passes and plain decoding agree bit for bit.
@@ -7,8 +6,8 @@ independent of the number of rows, so tree passes and plain decoding agree bit f
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +21,6 @@ from offload_rt.packing import BLOCKS, KERNEL_BLOCKS, ORDERS
 # As `Kind` in csrc/linear_cpu.cpp. Dense kinds are the dtypes; int8 is the order `plain`.
 _FIRST_ORDER = len(cpu.DTYPES)
 _FLOAT8 = _FIRST_ORDER + len(ORDERS)
-_FIRST_BLOCKS = _FLOAT8 + 1
-_POWER_OF_TWO = len(cpu.DTYPES)  # kExponent8
 
 
 class MatrixStruct(ctypes.Structure):
@@ -68,8 +65,7 @@ def linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]
     return outputs
 
 
-@dataclass(frozen=True)
-class MatrixStack:
+class MatrixStack(NamedTuple):
     """Groups of matrices for `linear_groups`, valid as long as their tensors.
 
     words     (n_groups, n_matrices, words of `MatrixStruct`) int64
@@ -144,7 +140,7 @@ def describe(weight: Weight, bias: Tensor | None = None) -> MatrixStruct:
     if isinstance(weight, Tensor):
         matrix.kind = cpu.DTYPES[weight.dtype]
         return matrix
-    matrix.kind = _FIRST_BLOCKS + list(BLOCKS).index(weight.type)
+    matrix.kind = _FLOAT8 + 1 + list(BLOCKS).index(weight.type)
     (matrix.scales,) = cpu.addresses(_grid(weight.type))
     matrix.rounds_inputs = weight.rounds_inputs
     return matrix
@@ -169,8 +165,7 @@ def _add_codes(matrix: MatrixStruct, weight: CodedMatrix) -> None:
     scales = weight.scales
     zeros = weight.zeros
     is_float8 = codes.dtype == torch.float8_e4m3fn
-    is_power = scales.dtype in POWERS_OF_TWO
-    block = packing.block[::-1] if weight.is_transposed else packing.block
+    block = packing.block[::-1] if packing.is_transposed else packing.block
     matrix.codes, matrix.scales, matrix.groups = cpu.addresses(codes, scales, weight.groups)
     matrix.row_nbytes = codes.stride(0) * codes.itemsize
     matrix.block_out, matrix.block_in = block
@@ -178,7 +173,7 @@ def _add_codes(matrix: MatrixStruct, weight: CodedMatrix) -> None:
     matrix.kind = _FLOAT8 if is_float8 else _FIRST_ORDER + ORDERS.index(packing.order)
     matrix.bits = packing.bits
     matrix.offset = packing.offset
-    matrix.scale_dtype = _POWER_OF_TWO if is_power else cpu.DTYPES[scales.dtype]
+    matrix.scale_dtype = cpu.DTYPES.get(scales.dtype, len(cpu.DTYPES))  # kExponent8
     matrix.product_dtype = cpu.DTYPES[weight.product]
     matrix.rounds_inputs = weight.rounds_inputs
     if zeros is not None:

@@ -57,12 +57,9 @@ def rotate_and_store(
 
 
 def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Compute attention with a dense mask; heads of a group share a KV head.
+    """Compute `ops.tree_attention` with a dense mask.
 
-    q        (n, heads, head_dim)
-    k, v     (kv_heads, n_keys, head_dim), heads a multiple of kv_heads; v may be narrower
     visible  (n, n_keys) bool; None: all visible
-    Returns (n, heads, head_dim of v).
 
     The heads of a group are rows of a single head: torch's fast CUDA kernels accept a mask or
     groups, not both, and its CPU kernels copy keys for each head.
@@ -136,9 +133,7 @@ def commit_rows(keys: Tensor, values: Tensor, rows: Tensor, first: int) -> None:
 
 def top(logits: Tensor, k: int, temperature: float | None = None) -> tuple[Tensor, Tensor]:
     """Compute `ops.top`."""
-    values = logits.float()
-    if temperature is not None:
-        values = probs_of(values, temperature)
+    values = logits.float() if temperature is None else probs_of(logits.float(), temperature)
     best = values.topk(k, dim=-1)
     return best.values, best.indices
 

@@ -64,18 +64,14 @@ def to_host(tensors: Sequence[Tensor], is_long: bool = False) -> list[Tensor]:
 
 
 def _send(pinned: Tensor, target: Tensor) -> None:
-    if extension.serves(target):
-        extension.kernels().transfer(target, pinned)
-        _keep(pinned, target.device)
-    else:
+    if not extension.serves(target):
         target.copy_(pinned, non_blocking=True)  # torch keeps the source alive
-
-
-def _keep(pinned: Tensor, device: torch.device) -> None:
-    """Keep a block until the current stream has read it; torch tracks only its own copies."""
+        return
+    extension.kernels().transfer(target, pinned)
+    # Keep a block until the current stream has read it.
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
-    event.record(torch.cuda.current_stream(device))
-    lock, kept = _pending_reads(device)
+    event.record(torch.cuda.current_stream(target.device))
+    lock, kept = _pending_reads(target.device)
     with lock:
         kept.append((event, pinned))
         while kept and kept[0][0].query():  # type: ignore[no-untyped-call]  # untyped in torch

@@ -7,9 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Maximum entries of a dense mask cached for further layers.
-KEPT_ENTRIES = 2 << 20
-
 
 def packed_ancestors(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compute packed ancestor masks and depths of one or more trees.
@@ -140,24 +137,19 @@ class TreeMask:
             return None
         if "dense" in self._kept:
             return self._kept["dense"]
-        mask = self._unpacked()
-        if mask.numel() <= KEPT_ENTRIES:
-            self._kept["dense"] = mask
-        return mask
-
-    def _unpacked(self) -> Tensor:
         device = self.bits.device
         n_before = self.extent[0]
-        n_most = len(self.key_depths)
         keys = torch.arange(self.n_keys, device=device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
-        tree = (self.bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :n_most]
+        tree = (self.bits[:, :, None] >> shifts & 1).bool().flatten(1)[:, :n_tree]
         # Columns without keys wrap around to the prefix, written afterwards.
-        place = (n_before + keys[:n_most]) % self.n_keys
+        place = (n_before + keys[:n_tree]) % self.n_keys
         mask = tree.new_zeros(len(tree), self.n_keys).index_copy_(1, place, tree)
         mask |= keys < n_before
         if self.window is not None:
             depths = self.key_depths.new_zeros(self.n_keys).index_copy_(0, place, self.key_depths)
             positions = torch.where(keys < n_before, keys - n_before, depths)
             mask &= positions > self.depths[:, None] - self.window
+        if mask.numel() <= 2 << 20:  # cache small masks for further layers
+            self._kept["dense"] = mask
         return mask

@@ -9,9 +9,6 @@ from torch import Tensor
 from offload_rt.ops import extension
 from offload_rt.ops.transfer import to_device, to_host
 
-# Limit of a thread block.
-_MOST_LEVELS = 1024
-
 
 class Candidates(NamedTuple):
     """Arrays of a draft tree for the kernels.
@@ -38,8 +35,8 @@ class Candidates(NamedTuple):
 
 
 def can_verify(target: Tensor, n_levels: int) -> bool:
-    """Whether `verify` applies; otherwise the code of the rule runs."""
-    return extension.serves(target) and target.dtype == torch.float32 and n_levels <= _MOST_LEVELS
+    """Whether `verify` applies; a thread block has at most 1024 levels."""
+    return extension.serves(target) and target.dtype == torch.float32 and n_levels <= 1024
 
 
 def arguments(

@@ -25,7 +25,7 @@ def arguments(kind: str, seed: int, dtype: torch.dtype, device: str) -> list:
     parts = codes, matrix.scales, zeros and zeros.codes, matrix.groups
     tensors = [x if x is None else x.to(device) for x in parts]
     offset = zeros.plus if zeros else packing.offset
-    shape = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
+    shape = matrix.shape[::-1] if matrix.packing.is_transposed else matrix.shape
     out = torch.full(shape, torch.nan, dtype=dtype, device=device)
     return [*tensors, KINDS.index(kind), packing.bits, *packing.block, offset, out]
 
@@ -37,7 +37,7 @@ def test_kernel_equals_the_reference_bit_for_bit(kernels, kind):
         for dtype in FLOATS:
             *given, out = arguments(kind, seed, dtype, kernels.device)
             kernels.dequantize(*given, out)
-            out = out.cpu().T.contiguous() if matrix.is_transposed else out.cpu()
+            out = out.cpu().T.contiguous() if matrix.packing.is_transposed else out.cpu()
             assert_equal(out, values_of(matrix, dtype))
 
 
@@ -52,7 +52,7 @@ def test_kernel_decodes_packed_zero_points(kernels, monkeypatch, kind):
     codes, scales, points, groups, *_, plus, out = arguments(kind, 3, torch.float32, kernels.device)
     zeros = ZeroCodes(points, ZERO_ORDERS[kind], plus)
     dequantize_codes(codes, scales, zeros, groups, matrix.packing, out)
-    assert_equal(out.cpu().T.contiguous() if matrix.is_transposed else out.cpu(), expected)
+    assert_equal(out.cpu().T.contiguous() if matrix.packing.is_transposed else out.cpu(), expected)
 
 
 # The blocks of GGUF

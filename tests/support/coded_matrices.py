@@ -97,11 +97,11 @@ def random_matrix(
 
 def values_of(matrix: CodedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of a matrix by the reference, (outputs, inputs)."""
-    shape = matrix.shape[::-1] if matrix.is_transposed else matrix.shape
+    shape = matrix.shape[::-1] if matrix.packing.is_transposed else matrix.shape
     stored = torch.empty(shape, dtype=dtype)
     scales, zeros = matrix.float_scales(), matrix.int_zeros()
     reference_dequantize(matrix.codes, scales, zeros, matrix.groups, matrix.packing, stored)
-    return stored.T.contiguous() if matrix.is_transposed else stored
+    return stored.T.contiguous() if matrix.packing.is_transposed else stored
 
 
 def assert_equal(mine: Tensor, expected: Tensor) -> None:
