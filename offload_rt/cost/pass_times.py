@@ -291,7 +291,6 @@ def _link_times(
 
 
 def _interpolate_rows(x: float, xs: Sequence[float], rows: np.ndarray) -> np.ndarray:
-    """Interpolate between the rows of a table, as in `_interpolate`."""
     if len(xs) == 1:
         return np.asarray(rows[0])
     i = min(max(bisect(xs, x) - 1, 0), len(xs) - 2)

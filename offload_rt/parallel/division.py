@@ -124,7 +124,6 @@ class Division:
     def _style(
         self, name: str, shape: tuple[int, ...], plan: Mapping[str, str], n_heads: set[int]
     ) -> Style | None:
-        """Return the plan's sharding; None if not in the plan or not possible."""
         module = module_of(name)
         style = STYLES.get(plan.get(module, ""))
         if style not in (None, _GATHERED) and (n_heads or not is_attention(name)):

@@ -44,7 +44,6 @@ class _StageContext:
 
 
 def _layer_method(name: str) -> Any:
-    """Delegate a method with a layer index to the complete model."""
     return lambda self, i, *args: getattr(self.whole, name)(self.layers[i], *args)
 
 

@@ -174,7 +174,6 @@ class DividedWeights(LayerWeights):
         return gathered[: self._height(name)]
 
     def _height(self, name: str) -> int | None:
-        """Return the number of rows of a sharded table."""
         return self._division.heights.get(module_of(name))
 
     def _missing(self, name: str, n: int) -> int:

@@ -167,7 +167,6 @@ class DraftModel:
         return n_passes
 
     def _forward(self, builders: abc.Sequence[TreeBuilder]) -> list[Tensor]:
-        """Compute the latest rows in a single pass."""
         states = [(builder.state, captured(builder)) for builder in builders]
         return self.runner.forward(
             [state.step(reduce) for state, reduce in states if isinstance(state, DraftState)]

@@ -108,7 +108,6 @@ class RoundCost:
 
 
 def _descending(chances: np.ndarray) -> np.ndarray:
-    """Return all values in descending order."""
     return -np.sort(-chances, axis=None)
 
 
@@ -272,10 +271,7 @@ class DynamicTreeBuilder:
             self._nodes = nodes.merged(new, self._room)
 
     def _grows(self, chances: np.ndarray) -> bool:
-        """Double the tree's size if more than half of its nodes are worth a row.
-
-        chances  (m,) of all nodes
-        """
+        """Double the tree's size if more than half of its nodes, by `chances`, are worth a row."""
         best = _descending(chances)[: self._room]
         if self._room == self._n_nodes or self.cost.best(best, self._n_rounds)[0] < self._room // 2:
             return False
@@ -283,7 +279,6 @@ class DynamicTreeBuilder:
         return True
 
     def _path(self, node: int) -> tuple[int, ...]:
-        """Return the tokens below the root up to a node."""
         return tuple(self._nodes.tokens[path_up(self._nodes.parents, node)].tolist())
 
     def _expand(self) -> None:
@@ -309,12 +304,10 @@ class DynamicTreeBuilder:
         return self._best(waiting[gains >= least])
 
     def _best(self, waiting: np.ndarray) -> np.ndarray:
-        """Return the waiting nodes in the first non-empty share of the tree."""
         parts = (waiting[waiting <= share * self._n_nodes] for share in _SHARES)
         return next((part for part in parts if len(part)), waiting)
 
     def _estimates_of(self, row: int) -> Estimates:
-        """Return the estimates for the distribution of a row."""
         return self.estimates
 
     def pays(self, n_levels: int) -> bool:
@@ -331,7 +324,6 @@ class DynamicTreeBuilder:
         return self._nodes.chances[1:]
 
     def _add(self, parents: list[int], tokens: list[int]) -> abc.Sequence[int]:
-        """Return the rows of these nodes."""
         return self.state.add(parents, tokens)
 
     def tree(self, size: int) -> DraftTree:

@@ -39,7 +39,6 @@ def append_forced(
 
 
 def _with_chains(tree: DraftTree, sequence: Sequence, n_nodes: int) -> DraftTree:
-    """Append the forced tokens below each leaf, in the order of the leaves."""
     grammar = sequence.grammar
     has_lone_children = tree.sampled is None or not tree.sampled.independent
     if grammar is None or tree.n_unverified or not has_lone_children:

@@ -174,7 +174,6 @@ class LevelModel(HeadModel):
         return outs
 
     def _logits_of(self, state: TreeState) -> Tensor:
-        """Return the logits (n, vocabulary) of the new rows."""
         logits = self._logits[state.sequence]
         depths = torch.from_numpy(state.new_depths).long()
         return logits.index_select(0, *to_device([depths], logits.device))

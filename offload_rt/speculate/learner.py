@@ -107,7 +107,6 @@ class AdaptedView(View):
         return super().linear(x, name) + self.adapters[name](x, self.share).to(x.dtype)
 
     def linears(self, x: Tensor, names: abc.Sequence[str]) -> tuple[Tensor, ...]:
-        """Multiply by each matrix separately."""
         return LayerWeights.linears(self, x, names)
 
 
@@ -240,7 +239,6 @@ class Learner:
         }
 
     def _load(self, parameters: dict[str, Tensor]) -> None:
-        """Load and merge saved adapters if the file is complete and shapes match."""
         saved = {}
         with suppress(OSError, RuntimeError, SafetensorError):
             saved = load_file(cache_directory() / self._file) if self._file else {}
@@ -300,7 +298,6 @@ class Learner:
                 adapter.merge(float(is_served))
 
     def _stop(self) -> None:
-        """Stop permanently and restore the original draft."""
         self._serve(False)
         self.n_predicted = 0
 

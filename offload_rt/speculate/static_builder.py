@@ -133,11 +133,9 @@ class StaticTreeBuilder:
 
     @property
     def _n_children(self) -> int:
-        """Maximum number of children of a node at the current level."""
         return int(self._plan.topology.ranks[self._shape.below[self._level]].max()) + 1
 
     def _keep(self, probs: Tensor) -> Tensor:
-        """Append the distributions of a level to the stored levels; return the stored rows."""
         if self._draft_probs is None:
             n_inner = int(self._shape.row_of.max()) + 1
             self._draft_probs = self.state.room(n_inner, probs)

@@ -100,7 +100,6 @@ class TextDrafter(Drafter):
         return self.pair_stats.at("recycled", temperature)
 
     def _start_tree(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> Proposal | None:
-        """Start a tree; return None if nothing can be drafted."""
         n_levels = min(self.limits.n_levels, sequence.n_left)
         cost = self._round_cost(sequence, n_nodes, n_sequences)
         return self._text_tree(sequence, (n_nodes, n_levels, 1), 0.0, cost)
@@ -117,7 +116,6 @@ class TextDrafter(Drafter):
         return Proposal(builder, estimates)
 
     def _dynamic_type(self, sequence: Sequence) -> Callable[..., DynamicTreeBuilder]:
-        """Return the constructor of a dynamic tree."""
         return self._dynamic
 
     def _round_cost(self, sequence: Sequence, n_nodes: int, n_sequences: int) -> RoundCost:

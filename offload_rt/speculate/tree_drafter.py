@@ -176,7 +176,6 @@ class TreeDrafter(TextDrafter):
         return state
 
     def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
-        """Return the copied tokens whose rows pay."""
         chances = self._recycler.rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
         return match.tokens[: cost.best(np.append(1.0, chances))[0]]
 
@@ -208,7 +207,6 @@ class TreeDrafter(TextDrafter):
         return self._tables[key][0]
 
     def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
-        """Return the longest match if its continuation is likely enough to copy."""
         for match in find_matches(sequence, min(_NGRAM_LENGTH, n_next))[:1]:
             if match.tokens and self._recycler.rates.rate(match.n_equal) >= _NGRAM_RATE:
                 return match

@@ -159,7 +159,6 @@ class DraftState(TreeState):
         self.n_done = 0
 
     def _path(self, tokens: list[int]) -> list[int]:
-        """Return the root and the longest path of rows with these tokens."""
         rows = [0]
         for row, parent in enumerate(self._tree.parents[1 : self.n_done].tolist(), 1):
             if parent == rows[-1] and tokens[len(rows) - 1 : len(rows)] == [self.tokens[row]]:

@@ -59,7 +59,6 @@ def memory_free() -> int:
 
 
 def _cgroups() -> Iterator[tuple[Path, int, int]]:
-    """Yield folder, limit and usage in bytes of the control groups of this process."""
     for line in _lines(Path("/proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         for name in _CGROUPS.keys() & controllers.split(","):

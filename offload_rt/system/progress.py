@@ -16,8 +16,6 @@ _LONGEST_BAR = 40
 
 
 class _Title(progress.ProgressColumn):
-    """Title, shortened in a narrow terminal."""
-
     def render(self, task: progress.Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 

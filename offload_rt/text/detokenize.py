@@ -115,7 +115,6 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Map characters of byte-level vocabularies to bytes."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     characters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]

@@ -70,7 +70,6 @@ def load_gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase | None":
 
 
 def _special_token(fields: Mapping[str, Any], key: str) -> str | None:
-    """Return the token whose id is a field."""
     return None if fields.get(key) is None else fields["tokens"][fields[key]]
 
 

@@ -223,7 +223,6 @@ def _open(content: bytes) -> "Image":
 
 
 def _upright(image: "Image") -> "Image":
-    """Apply the EXIF orientation and convert to RGB."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)

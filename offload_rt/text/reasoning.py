@@ -70,7 +70,6 @@ class ReasoningSplitter:
             self._is_answer = True
 
     def _close(self, is_last: bool) -> TextPart:
-        """Return the reasoning up to the closing tag."""
         before, tag, after = self._pending.partition(self.tags.closing)
         if tag:
             part = self._part(before)

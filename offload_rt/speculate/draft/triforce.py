@@ -68,7 +68,6 @@ class GuessedTreeBuilder(DynamicTreeBuilder):
             super().extend(torch.stack([self._outs[row] for row in rows]))
 
     def _ready(self) -> np.ndarray:
-        """Return the nodes with a computed row whose children are not candidates yet."""
         rows = self._nodes.rows
         is_new = ~np.isin(rows, [*self._seen])
         return np.flatnonzero((rows >= 0) & (rows < len(self._outs)) & is_new)
