@@ -27,11 +27,6 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, piece: "Piece") -> None:
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.finish_reason = piece.finish_reason
-
 
 @dataclass
 class Answers:
@@ -40,7 +35,6 @@ class Answers:
     as_json     print JSON at the end instead of streaming text
     is_quiet    print no speed after an early end
     is_printed  stdout has the complete output
-    by_prompt   answers to each prompt
     """
 
     as_json: bool = False
@@ -79,7 +73,10 @@ class Answers:
         return len(self.prompts) == 1 and not self.as_json
 
     def _add(self, i: int, piece: "Piece") -> None:
-        self.by_prompt[i][piece.index].add(piece)
+        answer = self.by_prompt[i][piece.index]
+        answer.text += piece.text
+        answer.token_ids += piece.token_ids
+        answer.finish_reason = piece.finish_reason
         if piece.output is not None:
             self._outputs[i] = piece.output
         if piece.verified_in is not None:
@@ -121,7 +118,6 @@ class Answers:
         self.is_printed = True
 
     def _echo(self, i: int) -> None:
-        """Print the first line of a prompt to stderr, above its answer."""
         if self.is_quiet:
             return
         first, *more = self.prompts[i].strip().splitlines() or [""]
@@ -129,24 +125,20 @@ class Answers:
         Console(stderr=True).print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
 
     def _object(self, i: int, unfinished: str) -> dict[str, Any]:
-        """Return the JSON object of a prompt's answers."""
         output = self._outputs.get(i)
         answers = output.outputs if output else self.by_prompt[i]
         objects = []
         for answer in answers:
             reason = answer.finish_reason or unfinished
-            fields = {"text": answer.text, "token_ids": answer.token_ids, "finish_reason": reason}
-            objects.append(fields | _logprobs(answer))
+            fields: dict[str, Any] = {"text": answer.text, "token_ids": answer.token_ids}
+            fields["finish_reason"] = reason
+            for name in ("logprobs", "prompt_logprobs"):
+                if (rows := getattr(answer, name, None)) is not None:
+                    fields[name] = [
+                        row and {token: logprob._asdict() for token, logprob in row.items()}
+                        for row in rows
+                    ]
+            objects.append(fields)
         numbered = [{"index": n} | entry for n, entry in enumerate(objects)]
         stats = asdict(output.stats) if output else None
         return objects[0] | {"stats": stats} | ({"outputs": numbered} if len(objects) > 1 else {})
-
-
-def _logprobs(answer: "_Answer | Output") -> dict[str, Any]:
-    """Return the requested log-probabilities by token id."""
-    found = {name: getattr(answer, name, None) for name in ("logprobs", "prompt_logprobs")}
-    return {
-        name: [row and {token: logprob._asdict() for token, logprob in row.items()} for row in rows]
-        for name, rows in found.items()
-        if rows is not None
-    }

@@ -10,7 +10,9 @@ import json
 import sys
 import warnings
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,18 +107,17 @@ class Findings:
     optima: tuple[Optimum, ...]
 
 
-def new_parser() -> Parser:
-    """Return the parser of the command."""
-    return Parser(
-        "offload-rt calibrate",
-        "Measure a pair of models on this machine, and save the results for later runs.",
-        EngineConfig,
-        CalibrateSettings,
-        examples=(
-            "offload-rt calibrate DIR --draft-model DIR",
-            "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
-        ),
-    )
+new_parser = partial(
+    Parser,
+    "offload-rt calibrate",
+    "Measure a pair of models on this machine, and save the results for later runs.",
+    EngineConfig,
+    CalibrateSettings,
+    examples=(
+        "offload-rt calibrate DIR --draft-model DIR",
+        "offload-rt calibrate DIR --draft-model DIR --device-memory 10GiB --plot curve.png",
+    ),
+)
 
 
 @command(new_parser)
@@ -134,7 +135,12 @@ def main(flags: Namespace) -> None:
             change = "pip install matplotlib"
             raise SettingsError("--plot", need="matplotlib", have="none", change=change)
         check_folder("--plot", settings.plot)
-    prompts = _prompts(settings.prompt_file)
+    prompts: Sequence[str] = _PROMPTS
+    if (path := settings.prompt_file) is not None:
+        paragraphs = read_input("--prompt-file", path).split("\n\n")
+        prompts = [text for text in paragraphs if text.strip()]
+        if not prompts:
+            raise PromptError(f"--prompt-file {path} is empty", change="write a prompt into it")
     # Only static trees have an expected number of tokens before drafting.
     static = replace(config, drafter="static_tree", rule="auto")
     from offload_rt.llm import LLM
@@ -147,21 +153,17 @@ def main(flags: Namespace) -> None:
         with LLM.from_config(static) as llm:
             _generate(llm, settings, prompts)
             findings = _find(llm, settings.temperature, min(settings.tokens, llm.max_model_len - 1))
-            _print(findings, settings)  # the end of this block saves statistics, which may fail
+            # Print before the end of this block, which saves statistics and may fail.
+            if settings.json:
+                text = json.dumps(asdict(findings), default=lambda array: array.tolist())
+                print(text.replace("NaN", "null"))
+            else:
+                _print_table(findings)
+            if settings.plot is not None:
+                _draw(findings, settings.plot)
 
 
-def _print(findings: Findings, settings: CalibrateSettings) -> None:
-    """Print the findings as tables or JSON, and draw the plots."""
-    if settings.json:
-        text = json.dumps(asdict(findings), default=lambda array: array.tolist())
-        print(text.replace("NaN", "null"))
-    else:
-        _print_table(findings)
-    if settings.plot is not None:
-        _draw(findings, settings.plot)
-
-
-def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> None:
+def _generate(llm: "LLM", settings: CalibrateSettings, prompts: Sequence[str]) -> None:
     """Continue every prompt to train the drafter, which saves its statistics on close."""
     params = SamplingParams(max_new_tokens=settings.tokens, temperature=settings.temperature)
     drafter = llm.spec.draft.drafting.name
@@ -170,15 +172,6 @@ def _generate(llm: "LLM", settings: CalibrateSettings, prompts: list[str]) -> No
         per_pass, token_s = stats.tokens_per_pass, stats.seconds_per_token
         rates = f"{per_pass:.2f} tokens per pass, {token_s:.4f} s per token"
         print(f"{drafter}: {rates} after {prompt[:40]!r}", file=sys.stderr, flush=True)
-
-
-def _prompts(path: str | None) -> list[str]:
-    if path is None:
-        return list(_PROMPTS)
-    paragraphs = [part for part in read_input("--prompt-file", path).split("\n\n") if part.strip()]
-    if not paragraphs:
-        raise PromptError(f"--prompt-file {path} is empty", change="write a prompt into it")
-    return paragraphs
 
 
 def _find(llm: "LLM", temperature: float, context: int) -> Findings:

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,22 +51,18 @@ class ChatSettings:
     plain: bool = setting(False, "print answers as plain text, without rendering Markdown")
 
 
-def new_parser() -> Parser:
-    """Return the parser of the command."""
-    classes = EngineConfig, ChatSettings, TemplateSettings, SamplingParams
-    parser = Parser(
-        "offload-rt chat",
-        "Talk with a model larger than the memory of its device.",
-        *classes,
-        without=("n", "logprobs", "prompt_logprobs"),
-        examples=(
-            "offload-rt chat Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
-            "offload-rt chat DIR --chat-template FILE --temperature 0.7 --hide-thinking",
-        ),
-    )
-    # An answer ends at an end token or at the end of the context.
-    parser.set_defaults(max_tokens=None)
-    return parser
+new_parser = partial(
+    Parser,
+    "offload-rt chat",
+    "Talk with a model larger than the memory of its device.",
+    *(EngineConfig, ChatSettings, TemplateSettings, SamplingParams),
+    without=("n", "logprobs", "prompt_logprobs"),
+    examples=(
+        "offload-rt chat Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+        "offload-rt chat DIR --chat-template FILE --temperature 0.7 --hide-thinking",
+    ),
+    defaults={"max_tokens": None},  # an answer ends at an end token or with the context
+)
 
 
 @command(new_parser)
@@ -99,8 +96,6 @@ def main(flags: Namespace) -> None:
 
 @dataclass
 class _Chat:
-    """Connects a conversation with a model, its input and its output."""
-
     llm: "LLM"
     template: TemplateSettings
     settings: ChatSettings
@@ -128,7 +123,6 @@ class _Chat:
             print(f"error: {error.for_command_line}", file=sys.stderr)
 
     def _answer(self, messages: list[Message]) -> None:
-        """Print the answer to the last message. Raises CapacityError or PromptError."""
         change = _LONGER if self.llm.requests.has_more_positions else _CHANGE
         try:
             prompt = self._encode(messages)
@@ -155,7 +149,9 @@ class _Chat:
         tokenizer = self.llm.tokenizer
         tail = "" if tokenizer is None else str(tokenizer.decode(token_ids(prompt)[-8:]))
         splitter = ReasoningSplitter(THINK.opens(tail))
-        view = self._view()
+        console = Console()
+        is_plain = self.settings.plain or not console.is_interactive
+        view = PlainView() if is_plain else MarkdownView(console)
         text = ""
         n_tokens = 0
         n_passes = 0
@@ -179,11 +175,6 @@ class _Chat:
         if self.console.is_terminal:
             self.console.print(self.figures, style="dim", highlight=False)
         return text, n_tokens
-
-    def _view(self) -> "PlainView | MarkdownView":
-        console = Console()
-        is_plain = self.settings.plain or not console.is_interactive
-        return PlainView() if is_plain else MarkdownView(console)
 
 
 def read_messages() -> Iterator[str]:
@@ -244,24 +235,19 @@ def _session() -> "PromptSession[str]":
             elif command.startswith("/"):
                 yield from self.lines.get_completions(document, event)
 
+    history = cache_directory() / "chat_history"
+    try:
+        history.parent.mkdir(parents=True, exist_ok=True)
+        history.touch(mode=0o600)
+    except OSError:
+        history = Path("/dev/null")
     return PromptSession(
         multiline=True,
         key_bindings=keys,
         completer=CommandCompleter(),
         complete_while_typing=False,
-        history=FileHistory(str(_history_file())),
+        history=FileHistory(str(history)),
     )
-
-
-def _history_file() -> Path:
-    """File with earlier messages; the null device when no file can be written."""
-    path = cache_directory() / "chat_history"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except OSError:
-        return Path("/dev/null")
-    return path
 
 
 class PlainView:
@@ -320,7 +306,6 @@ class MarkdownView:
             self._console.print(Markdown(self._text))
 
     def _end_reasoning(self) -> None:
-        """Print the last line of the reasoning and a blank line."""
         if self._reasoning:
             self._live.update("")
             self._console.print(Text(f"{self._reasoning}\n", style="dim"))

@@ -11,7 +11,6 @@ from offload_rt.cli.process import command
 from offload_rt.errors import SettingsError
 from offload_rt.system import registry
 
-_SHELLS = ("bash", "zsh", "tcsh")
 # Arguments whose values are paths.
 _PATHS = {
     "positionals", "model", "draft_model", "sidecar", "chat_template", "prompt_file", "trace",
@@ -23,7 +22,7 @@ def new_parser() -> Parser:
     """Return the parser of the command."""
     text = "Print a completion script. For bash: offload-rt completion bash >> ~/.bashrc"
     parser = Parser("offload-rt completion", text)
-    parser.add_argument("shell", choices=_SHELLS, help="shell of the script")
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="shell of the script")
     return parser
 
 

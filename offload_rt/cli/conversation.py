@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,13 +10,7 @@ from offload_rt.config import parser_of
 from offload_rt.errors import PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.system.files import write_atomically
-from offload_rt.text.images import (
-    DEFAULT_LIMITS,
-    decode_image,
-    encode_data_url,
-    has_images,
-    read_image,
-)
+from offload_rt.text import images as image_files
 
 COMMANDS = {
     "/reset": "start a new conversation",
@@ -43,8 +37,6 @@ PARAMETERS = [
 ]
 # Version 2 may contain images.
 _VERSIONS = (1, 2)
-_MOST_FILE_NBYTES = 1 << 20
-_MOST_SAVED_NBYTES = 1 << 28
 
 # The content is a text, or a list of OpenAI's parts "image_url" and "text".
 Message = dict[str, Any]
@@ -131,8 +123,13 @@ class Conversation:
         if not value:
             return f"{name} {values[name]}"
         item = items[name]
+        value = value.strip()
         try:
-            parsed = _parse(item, value.strip())
+            parsed: Any = None
+            if isinstance(item.default, bool) and value.lower() != "none":
+                parsed = {"true": True, "false": False}[value.lower()]
+            elif value.lower() != "none":
+                parsed = parser_of(item)(value)
         except (ValueError, KeyError) as error:
             kinds = get_args(item.type) or (item.type,)
             need = next((_NEEDS[kind] for kind in kinds if kind in _NEEDS), "another value")
@@ -143,7 +140,7 @@ class Conversation:
         return f"{name} {parsed}"
 
     def _file(self, path: Path) -> str:
-        text = _read(path, _MOST_FILE_NBYTES)
+        text = _read(path, 1 << 20)
         fence = "```"
         while fence in text:
             fence += "`"
@@ -157,7 +154,7 @@ class Conversation:
         return f"{path.name} is part of the next message"
 
     def _save(self, path: Path) -> str:
-        version = _VERSIONS[has_images(self.messages)]
+        version = _VERSIONS[image_files.has_images(self.messages)]
         record = {"version": version, "system": self.system, "messages": self.messages}
         try:
             write_atomically(path, json.dumps(record, ensure_ascii=False, indent=1).encode())
@@ -168,7 +165,7 @@ class Conversation:
     def _load(self, path: Path) -> str:
         problem = f"{path} is not a saved conversation"
         try:
-            record = json.loads(_read(path, _MOST_SAVED_NBYTES))
+            record = json.loads(_read(path, 1 << 28))
             messages = [
                 {"role": str(turn["role"]), "content": _loaded(turn["content"])}
                 for turn in record["messages"]
@@ -196,16 +193,15 @@ def user_turn(text: str, urls: Sequence[str]) -> Message:
 
 def image_url(path: Path) -> str:
     """Return the data URL of an image file. Raises PromptError for an unusable image."""
-    content = read_image(path, DEFAULT_LIMITS.nbytes)
+    content = image_files.read_image(path, image_files.DEFAULT_LIMITS.nbytes)
     try:
-        decode_image(content)
+        image_files.decode_image(content)
     except PromptError as error:
         raise error.prefixed(str(path)) from error
-    return encode_data_url(content)
+    return image_files.encode_data_url(content)
 
 
 def _loaded(content: Any) -> Any:
-    """Check the content of a saved message. Raises ValueError, TypeError or KeyError."""
     if isinstance(content, str):
         return content
     *images, text = content
@@ -223,17 +219,7 @@ def split_command(line: str) -> tuple[str, str]:
     return command, "".join(rest)
 
 
-def _parse(item: Field[Any], value: str) -> Any:
-    """Parse the value of a setting like its flag. Raises ValueError."""
-    if value.lower() == "none":
-        return None
-    if isinstance(item.default, bool):
-        return {"true": True, "false": False}[value.lower()]
-    return parser_of(item)(value)
-
-
 def _read(path: Path, max_nbytes: int) -> str:
-    """Read a text file. Raises PromptError for a missing, large or binary file."""
     try:
         content = path.read_bytes()
         if len(content) > max_nbytes:

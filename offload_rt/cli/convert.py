@@ -7,6 +7,7 @@ command continues. It also verifies existing files and rewrites damaged layers.
 import sys
 from argparse import Namespace
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -51,26 +52,33 @@ class ConvertSettings:
     offline: bool = setting(False, "use only files in the hub cache")
 
 
-def new_parser() -> Parser:
-    """Return the parser of the command."""
-    return Parser(
-        "offload-rt convert",
-        "Write losslessly encoded weights for later runs, or dequantise a checkpoint.",
-        ConvertSettings,
-        examples=(
-            "offload-rt convert DIR",
-            "offload-rt convert model-Q4_K_M.gguf --dequantize DIR",
-            "offload-rt convert DIR --ranks 2",
-            "offload-rt convert DIR --stripe /mnt/second/DIR",
-        ),
-    )
+new_parser = partial(
+    Parser,
+    "offload-rt convert",
+    "Write losslessly encoded weights for later runs, or dequantise a checkpoint.",
+    ConvertSettings,
+    examples=(
+        "offload-rt convert DIR",
+        "offload-rt convert model-Q4_K_M.gguf --dequantize DIR",
+        "offload-rt convert DIR --ranks 2",
+        "offload-rt convert DIR --stripe /mnt/second/DIR",
+    ),
+)
 
 
 @command(new_parser)
 def main(flags: Namespace) -> None:
     """Run the command."""
     settings = from_flags(ConvertSettings, flags)
-    _check_combination(settings)
+    given = {
+        item.name for item in fields(settings) if getattr(settings, item.name) != item.default
+    } - {"model", "revision", "offline"}
+    if "dtype" in given and "dequantize" not in given:
+        raise SettingsError("--dtype is a setting of --dequantize", change="omit it")
+    for mode, allowed in (("dequantize", {"dtype"}), ("stripe", set[str]())):
+        if mode in given and (others := given - allowed - {mode}):
+            problem = f"--{mode} excludes {', '.join(sorted(map(flag_of, others)))}"
+            raise SettingsError(problem, change="omit either")
     # Imported late: report wrong flags and paths before loading torch, which takes seconds.
     from offload_rt.weights.checkpoint import open_checkpoint
     from offload_rt.weights.locate import locate
@@ -109,27 +117,13 @@ def main(flags: Namespace) -> None:
         print(f"{directory}: {sizes}, {encoded / raw:.1%}")
 
 
-def _check_combination(settings: ConvertSettings) -> None:
-    """Raise SettingsError for settings of different conversions."""
-    given = {
-        item.name for item in fields(settings) if getattr(settings, item.name) != item.default
-    } - {"model", "revision", "offline"}
-    if "dtype" in given and "dequantize" not in given:
-        raise SettingsError("--dtype is a setting of --dequantize", change="omit it")
-    for mode, allowed in (("dequantize", {"dtype"}), ("stripe", set[str]())):
-        if mode in given and (others := given - allowed - {mode}):
-            problem = f"--{mode} excludes {', '.join(sorted(map(flag_of, others)))}"
-            raise SettingsError(problem, change="omit either")
-
-
-def _dequantize(source: Path, folder: str, name: str) -> None:
-    """Write a checkpoint without quantisation; `name` is that of the dtype."""
+def _dequantize(source: Path, folder: str, dtype_name: str) -> None:
     from offload_rt.dtypes import DTYPES
     from offload_rt.offload.dense_checkpoint import write_dense
     from offload_rt.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(source)
-    dtype = checkpoint.dtype if name == "auto" else DTYPES[name]
+    dtype = checkpoint.dtype if dtype_name == "auto" else DTYPES[dtype_name]
     directory = Path(folder).expanduser().resolve()
     with loading_bar(Console(stderr=True), "written", next_phase=None) as bar:
         nbytes = write_dense(checkpoint, directory, dtype, bar)
@@ -137,7 +131,6 @@ def _dequantize(source: Path, folder: str, name: str) -> None:
 
 
 def _stripe(source: Path, names: str) -> None:
-    """Divide a checkpoint between its disk and those of further folders."""
     if source.is_file():
         need = "safetensors files"
         raise SettingsError("--stripe", need=need, have=source.name, change="use --mirror")

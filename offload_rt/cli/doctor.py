@@ -25,12 +25,7 @@ from offload_rt.system.files import cache_directory
 _LEVELS = ("portable C++", "AVX2", "AVX-512", "AVX-512 with bfloat16")
 # Open files that the server needs for its default number of connections.
 _OPEN_FILES = 1024
-# Assumed where direct reads cannot be measured.
-_DISK_GBPS = 1.0
-# Rows of the product that is timed with and without torch, its repetitions, and the gain worth
-# giving up the bits of plain decoding.
-_N_ROWS = 64
-_N_TIMES = 5
+# Gain of torch's products worth giving up the bits of plain decoding.
 _LEAST_GAIN = 1.1
 
 
@@ -53,27 +48,22 @@ def new_parser() -> Parser:
     return parser
 
 
-def _print_paths() -> None:
-    """Print the folders of the package, which `pip uninstall` removes, and of its caches."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    cache = cache_directory()
-    nbytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    print(f"package  {Path(__file__).parents[1]}: `pip uninstall offload-rt` removes it")
-    print(f"cache    {cache}: {format_size(nbytes)} of kernels, measurements and chat history")
-    print(f"models   {HF_HUB_CACHE}: downloads, shared with other programs")
-
-
 @command(new_parser)
 def main(flags: Namespace) -> None:
     """Run the command; missing parts are no error."""
+    cache = cache_directory()
     if flags.paths:
-        _print_paths()
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        nbytes = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+        print(f"package  {Path(__file__).parents[1]}: `pip uninstall offload-rt` removes it")
+        print(f"cache    {cache}: {format_size(nbytes)} of kernels, measurements and chat history")
+        print(f"models   {HF_HUB_CACHE}: downloads, shared with other programs")
         return
     checks = []
     with suppress(OSError):
-        cache_directory().mkdir(parents=True, exist_ok=True)
-    disk_gbps = measure_disk_gbps(cache_directory())
+        cache.mkdir(parents=True, exist_ok=True)
+    disk_gbps = measure_disk_gbps(cache)
     for check in _checks(disk_gbps):
         checks.append(check)
         if not flags.json:
@@ -88,8 +78,9 @@ def main(flags: Namespace) -> None:
     from offload_rt.planning.survey import survey
 
     # torch times a matrix product for a second.
-    config = EngineConfig("any")
-    prospects = survey(this_machine(config, disk_gbps or _DISK_GBPS, "disk: measured"))
+    # Where direct reads cannot be measured, 1 GB/s is assumed.
+    local = this_machine(EngineConfig("any"), disk_gbps or 1.0, "disk: measured")
+    prospects = survey(local)
     if flags.json:
         content = {"checks": [*map(asdict, checks)], "models": [*map(asdict, prospects)]}
         print(json.dumps(content))
@@ -110,7 +101,17 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     limit, free = machine.memory_limit(), machine.memory_free()
     value = f"{format_size(limit)}, {format_size(free)} free"
     yield Check("memory", value, "close other programs" if free < limit // 4 else "")
-    yield _disk(disk_gbps)
+    folder = cache_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "set XDG_CACHE_HOME to another folder"
+        yield Check("disk", f"{folder}: {error.strerror}", fix)
+    else:
+        space = format_size(shutil.disk_usage(folder).free)
+        rate = f"reads {disk_gbps:.2f} GB/s" if disk_gbps else "no direct reads on this file system"
+        fix = "store models on a faster disk" if disk_gbps and disk_gbps < 0.5 else ""
+        yield Check("disk", f"{folder}: {rate}, {space} free", fix)
     n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fix = f"ulimit -n {_OPEN_FILES}" if n_files < _OPEN_FILES else ""
     yield Check("limits", f"{n_files} open files", fix)
@@ -119,7 +120,10 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
     from offload_rt.ops import build, cpu
 
     yield Check("packages", f"torch {torch.__version__}, transformers {version('transformers')}")
-    yield Check("CPU", f"{_cpu_name()}, {len(os.sched_getaffinity(0))} cores")
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, os.uname().machine)
+    yield Check("CPU", f"{name}, {len(os.sched_getaffinity(0))} cores")
     library = cpu.library()
     if library is None:
         fix = "install a C++ compiler: apt install g++"
@@ -151,10 +155,10 @@ def torch_gain() -> float:
 
     from offload_rt.ops.linear import linear
 
-    x = torch.randn(_N_ROWS, 4096).bfloat16()
+    x = torch.randn(64, 4096).bfloat16()
     weight = torch.randn(4096, 4096).bfloat16()
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(_N_TIMES):
+    for _ in range(5):
         for allows_torch, times in seconds.items():
             started = time.perf_counter()
             linear(x, weight, allows_torch=allows_torch)
@@ -162,20 +166,7 @@ def torch_gain() -> float:
     return min(seconds[False]) / min(seconds[True])
 
 
-def _disk(gbps: float | None) -> Check:
-    folder = cache_directory()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return Check("disk", f"{folder}: {error.strerror}", "set XDG_CACHE_HOME to another folder")
-    space = format_size(shutil.disk_usage(folder).free)
-    rate = "no direct reads on this file system" if gbps is None else f"reads {gbps:.2f} GB/s"
-    fix = "store models on a faster disk" if gbps is not None and gbps < 0.5 else ""
-    return Check("disk", f"{folder}: {rate}, {space} free", fix)
-
-
 def _gpus(nvcc: str | None) -> Iterator[Check]:
-    """Check the GPUs, the driver, torch's CUDA build, nvcc and the kernels."""
     import torch
 
     names = machine.cards()
@@ -209,9 +200,3 @@ def _gpus(nvcc: str | None) -> Iterator[Check]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY:
         yield Check("pinned memory", f"limit {format_size(locked)}", "ulimit -l unlimited")
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, os.uname().machine)

@@ -4,8 +4,10 @@ import argparse
 import re
 import sys
 import textwrap
-from dataclasses import MISSING, Field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from offload_rt.config import EngineConfig, flag_of, parser_of
@@ -27,7 +29,6 @@ _NEEDS = {
     "_bias_by_id": 'JSON like {"50256": -100}',
     "_token_ids": "numbers like 15,7",
 }
-
 
 # Groups of the help. Fields of other classes belong to the group of their class.
 _ENGINE_GROUPS = {
@@ -69,6 +70,7 @@ class Parser(argparse.ArgumentParser):
     classes   settings classes
     without   fields without a flag
     examples  command lines at the end of the help
+    defaults  values of fields instead of their own defaults
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Parser(argparse.ArgumentParser):
         *classes: type,
         without: tuple[str, ...] = (),
         examples: tuple[str, ...] = (),
+        defaults: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         items = {
             item.name: (cls, item)
@@ -105,7 +108,24 @@ class Parser(argparse.ArgumentParser):
         titles = [GROUP_OF_FIELD.get(name) or _group_of(cls) for name, (cls, _) in items.items()]
         groups = {title: self.add_argument_group(title) for title in dict.fromkeys(titles)}
         for title, (_, item) in zip(titles, items.values(), strict=True):
-            _add_flag(groups[title], item)
+            default = item.default
+            kind = parser_of(item)
+            text = item.metadata["help"]
+            if item.name in FOLDERS:
+                text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
+            has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
+            if has_default and "default:" not in text:
+                text += "; default: %(default)s"
+            options: dict[str, Any] = {"type": kind, "choices": item.metadata["choices"] or None}
+            if kind is bool:
+                action = argparse.BooleanOptionalAction if default is None else "store_true"
+                options = {"action": action}
+            elif isinstance(default, tuple):
+                options = {"action": "append", "metavar": "TEXT", "type": kind}
+            elif default is not MISSING:
+                options["default"] = default
+            groups[title].add_argument(flag_of(item.name), help=text, **options)
+        self.set_defaults(**defaults)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse flags and positional arguments. Raises SettingsError."""
@@ -151,27 +171,6 @@ def _group_of(cls: type) -> str:
     """ "SamplingParams" is the group "sampling"."""
     words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower().split()
     return "output" if words[0] in ("run", "chat") else words[0]
-
-
-def _add_flag(group: "argparse._ArgumentGroup", item: Field[Any]) -> None:
-    flag = flag_of(item.name)
-    text = item.metadata["help"]
-    default = item.default
-    kind = parser_of(item)
-    if item.name in FOLDERS:
-        text += f"; one of auto, {', '.join(registry.names(FOLDERS[item.name]))}"
-    has_default = default not in (None, MISSING, (), "") and not isinstance(default, bool)
-    if has_default and "default:" not in text:
-        text += "; default: %(default)s"
-    options: dict[str, Any] = {"type": kind, "choices": item.metadata["choices"] or None}
-    if kind is bool:
-        action = argparse.BooleanOptionalAction if default is None else "store_true"
-        options = {"action": action}
-    elif isinstance(default, tuple):
-        options = {"action": "append", "metavar": "TEXT", "type": kind}
-    elif default is not MISSING:
-        options["default"] = default
-    group.add_argument(flag, help=text, **options)
 
 
 def engine_config(namespace: argparse.Namespace) -> EngineConfig:

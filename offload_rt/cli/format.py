@@ -26,10 +26,6 @@ if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds
     Passes = Sequence[tuple[PassTimes, int]]
 
 COLUMNS = 100
-# Columns of the children of a level of a tree.
-_TREE_WIDTH = 96
-# Passes of one row that tell the time of plain decoding.
-_N_PLAIN = 4
 
 
 def load(llm: "LLM", console: Console, trace: "Trace", params: SamplingParams) -> dict[str, float]:
@@ -109,7 +105,7 @@ def plain_seconds(passes: "Passes") -> float | None:
     """Return the median seconds of a pass of one row beside passes with trees; None for few."""
     decoding = _decoding(passes)
     plain = [times.ended - times.started for times, _ in decoding if times.n_rows == 1]
-    return median(plain) if _N_PLAIN <= len(plain) < len(decoding) else None
+    return median(plain) if 4 <= len(plain) < len(decoding) else None
 
 
 def report(
@@ -188,5 +184,5 @@ def describe_tree(topology: Topology) -> str:
         )
         if not n_children[nodes].any():
             line = "leaves"
-        lines.append(f"{level:5} {len(nodes):5}  {shorten(line, _TREE_WIDTH, placeholder=' ...')}")
+        lines.append(f"{level:5} {len(nodes):5}  {shorten(line, 96, placeholder=' ...')}")
     return "\n".join(lines)

@@ -26,8 +26,6 @@ from offload_rt.weights.locate import is_here
 if TYPE_CHECKING:
     from offload_rt.planning.forecast import Forecast
 
-# Engine settings without a flag here: the plan chooses them.
-_NO_FLAGS = ("device", "host_memory", "rule")
 # Drafters with a forecast; with a draft model, trees of a fixed shape stand for all tree drafters.
 _SELF = "self"
 _DRAFTERS = ("auto", "none", "recycle", _SELF)
@@ -35,8 +33,6 @@ _MODEL_DRAFTERS = ("adaptive_tree", "dynamic_tree", "static_tree")
 
 
 class _List(Action):
-    """Print the names of a list, and exit."""
-
     def __call__(self, parser: ArgumentParser, *_: object) -> None:
         print("\n".join(self.const))
         parser.exit()
@@ -50,7 +46,7 @@ def new_parser() -> Parser:
         " built-in shape.",
         EngineConfig,
         PlanSettings,
-        without=_NO_FLAGS,
+        without=("device", "host_memory", "rule"),  # the plan chooses them
         examples=(
             "offload-rt plan llama2-70b --draft-model llama2-7b --gpu rtx4090 --ram 160GiB",
             "offload-rt plan Qwen/Qwen3-8B --gpu this --ram 16GiB --disk 3GB/s",
@@ -87,39 +83,30 @@ def print_plan(flags: Namespace) -> None:
     config = engine_config(flags)
     settings.check(config)
     try:
-        _print_plan(settings, config)
+        is_this = settings.gpu == "this"
+        # On a CPU, --ram describes another machine.
+        is_run = is_this and (settings.ram is None or bool(cards()))
+        if not is_this:
+            find_card(settings.gpu)  # wrong flags are reported before torch loads
+        if is_run and _is_here(config):
+            from offload_rt.cli.plan_request import of_run
+
+            _show(settings, of_run(settings, config), {})
+            return
+        if config.drafter not in (("auto", *_MODEL_DRAFTERS) if config.draft_model else _DRAFTERS):
+            is_known = config.drafter in _MODEL_DRAFTERS
+            need = "a draft model" if is_known else "a drafter with a forecast of tokens per pass"
+            change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
+            raise SettingsError(f"--drafter={config.drafter}", need=need, change=change)
+        from offload_rt.cli.plan_request import by_place, request_of, with_card, without_weights
+        from offload_rt.planning.forecast import predict
+
+        machine = (without_weights if is_this else with_card)(settings, config)
+        request = request_of(settings, config, machine)
+        places = by_place(config.split_draft, request, machine)
+        _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
     except CapacityError as error:
         raise error.prefixed("does not fit") from error
-
-
-def _print_plan(settings: PlanSettings, config: EngineConfig) -> None:
-    is_this = settings.gpu == "this"
-    # On a CPU, --ram describes another machine.
-    is_run = is_this and (settings.ram is None or bool(cards()))
-    if not is_this:
-        find_card(settings.gpu)  # wrong flags are reported before torch loads
-    if is_run and _is_here(config):
-        from offload_rt.cli.plan_request import of_run
-
-        _show(settings, of_run(settings, config), {})
-        return
-    _check_drafter(config)
-    from offload_rt.cli.plan_request import by_place, request_of, with_card, without_weights
-    from offload_rt.planning.forecast import predict
-
-    machine = (without_weights if is_this else with_card)(settings, config)
-    request = request_of(settings, config, machine)
-    places = by_place(config.split_draft, request, machine)
-    _show(settings, next(iter(places.values()), None) or predict(request, machine), places)
-
-
-def _check_drafter(config: EngineConfig) -> None:
-    """Raise SettingsError for a drafter without a forecast."""
-    if config.drafter not in (("auto", *_MODEL_DRAFTERS) if config.draft_model else _DRAFTERS):
-        is_known = config.drafter in _MODEL_DRAFTERS
-        need = "a draft model" if is_known else "a drafter with a forecast of tokens per pass"
-        change = f"use {' or '.join(_DRAFTERS)} without --draft-model, or omit --drafter"
-        raise SettingsError(f"--drafter={config.drafter}", need=need, change=change)
 
 
 def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
@@ -144,7 +131,6 @@ def print_run_plan(config: EngineConfig, flags: Namespace) -> None:
 
 
 def _is_here(config: EngineConfig) -> bool:
-    """Return whether all weights are on this machine."""
     draft = config.draft_model
     if has_no_weights(config.model, draft) or not is_here(config.model, config.revision):
         return False

@@ -100,8 +100,8 @@ def request_of(settings: PlanSettings, config: EngineConfig, machine: Machine) -
         raise SettingsError(flag, need="a drafter", change="set --draft-model, or --drafter=self")
     acceptance = assumed(settings.acceptance, settings.temperature, config, drafter)
     config = replace(config, drafter=drafter)
-    length = settings.context, settings.max_new_tokens
-    return PlanRequest(config, (target, draft), acceptance, *length)
+    context, tokens = settings.context, settings.max_new_tokens
+    return PlanRequest(config, (target, draft), acceptance, context, tokens)
 
 
 def by_place(split: str, request: PlanRequest, machine: Machine) -> dict[str, Forecast]:

@@ -7,7 +7,6 @@ from offload_rt.errors import SettingsError
 from offload_rt.planning.hardware import parse_rate
 from offload_rt.sampling_params import SamplingParams
 
-_SWEEPS = ("ram", "memory")
 # Defaults of the machine.
 RAM = "64GiB"
 DISK = "7GB/s"
@@ -45,7 +44,7 @@ class PlanSettings:
         None, "rate between ranks, default: NVLink, else through host memory"
     )
     sweep: str | None = setting(
-        None, "print the forecast over a range of host or device memory", choices=_SWEEPS
+        None, "print the forecast over a range of host or device memory", choices=("ram", "memory")
     )
     compare_drafters: bool = setting(
         False, "print forecasts of published drafters of the model, fastest first"

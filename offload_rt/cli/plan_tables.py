@@ -17,10 +17,6 @@ from offload_rt.planning.alternatives import Alternatives, Sweep, short_context
 from offload_rt.planning.drafters import RankedDrafter
 from offload_rt.planning.forecast import Forecast
 
-# Columns of the terminal beside the bars of a curve, and the maximum of a bar.
-_BESIDE_BAR = 60
-_LONGEST_BAR = 40
-
 
 def show(forecast: Forecast, others: Alternatives) -> None:
     """Print a forecast with its alternatives; the verdict is the last line."""
@@ -79,7 +75,6 @@ def _print_placement(forecast: Forecast) -> None:
 
 
 def _print_trees(forecast: Forecast) -> None:
-    """Print the tree and the gain over plain decoding without a draft model."""
     run = forecast.run
     topology = forecast.topology
     draft = forecast.request.models[1]
@@ -107,7 +102,6 @@ def _print_trees(forecast: Forecast) -> None:
 def _print_formats(
     by_format: Mapping[str, Mapping[str, Forecast | None]], decode_gbps: float
 ) -> None:
-    """Print a row per weight format, and the drafter with the fastest forecast."""
     first, drafters = next(iter(by_format.items()))
     heads = "", "plain pass reads", "plain", *(f"with {name}" for name in list(drafters)[1:])
     print("\nforecast by weight format, tokens/s (s per token)")
@@ -126,7 +120,6 @@ def _print_formats(
 
 
 def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> None:
-    """Print plain decoding of a mixture by transferred weights, and published rates."""
     print("\nforecast of plain decoding by transferred weights")
     chosen = {forecast.mode: " (the mode of a run)"}
     rows = ((name + chosen.get(name, ""), _traffic(way), _speed(way)) for name, way in ways.items())
@@ -149,7 +142,6 @@ def _print_experts(forecast: Forecast, ways: Mapping[str, Forecast | None]) -> N
 
 
 def _print_drafters(choices: Iterable[RankedDrafter]) -> None:
-    """Print a row per drafter, fastest first, then the sources of the acceptance."""
     print("\nforecast by drafter, tokens/s (s per token)")
     rows = []
     for choice in choices:
@@ -178,12 +170,12 @@ def _speed(forecast: Forecast | None) -> str:
 
 
 def _print_curve(curve: Sweep) -> None:
-    """Print a line per point: x, tokens per second as number and bar, bottleneck."""
     print(f"\ntokens/s by {curve.over}")
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right")
     table.add_column(justify="right")
-    longest = max(min(columns() - _BESIDE_BAR, _LONGEST_BAR), 10)
+    # The numbers and the bottleneck take 60 columns.
+    longest = max(min(columns() - 60, 40), 10)
     best_s = min((point.run.seconds_per_token for _, point in curve.points if point), default=0.0)
     for x, point in curve.points:
         if point is None:

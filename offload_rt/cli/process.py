@@ -82,10 +82,7 @@ def command(
     """Convert a function of parsed flags to one of arguments that returns the exit code."""
 
     def decorate(work: Callable[[Namespace], None]) -> Callable[..., int]:
-        def main(arguments: list[str] | None = None) -> int:
-            return exit_code(lambda: work(new_parser().parse_args(arguments)))
-
-        return main
+        return lambda arguments=None: exit_code(lambda: work(new_parser().parse_args(arguments)))
 
     return decorate
 

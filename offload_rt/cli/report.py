@@ -19,8 +19,6 @@ from offload_rt.system import trace
 from offload_rt.system.trace import COMPUTE, DRAFT, KV, LINK, VERIFY, WAIT, Span
 
 _ACTIVITIES = (COMPUTE, DRAFT, VERIFY, WAIT)
-# Smaller shares of idle time are not printed.
-_MIN_PRINTED = 0.0005
 
 
 @dataclass(frozen=True)
@@ -103,36 +101,26 @@ def shares(spans: Sequence[Span]) -> Shares:
     reasons = [span for lane in (LINK, KV) for span in _in_lane(spans, trace.waits(lane))]
     activities = {lane: pieces.during(_in_lane(spans, lane)) for lane in _ACTIVITIES}
     activities["rest"] = ~np.logical_or.reduce(list(activities.values()))
-    return Shares(
-        seconds=end - start,
-        n_steps=len(verdicts),
-        link=pieces.share(link),
-        **{lane: pieces.share(covered) for lane, covered in activities.items()},
-        idle=_idle(reasons, pieces, ~link, activities) if link.any() else {},
-    )
-
-
-def _idle(
-    reasons: Sequence[Span],
-    pieces: _Pieces,
-    idle: NDArray[np.bool_],
-    activities: dict[str, NDArray[np.bool_]],
-) -> dict[str, dict[str, float]]:
-    """Divide the idle time of the link by reason and concurrent activity."""
+    # The idle time of the link by reason and concurrent activity.
     by_reason = {
         name: pieces.during(span for span in reasons if span.name == name)
         for name in dict.fromkeys(span.name for span in reasons)
     }
     by_reason["between two reads"] = ~pieces.during(reasons)
-    divided = {}
-    for name, covered in by_reason.items():
+    idle = {}
+    for name, covered in by_reason.items() if link.any() else ():
         during = {
-            lane: pieces.share(covered & idle & active) for lane, active in activities.items()
+            lane: pieces.share(covered & ~link & active) for lane, active in activities.items()
         }
-        printed = {lane: share for lane, share in during.items() if share >= _MIN_PRINTED}
-        if printed:
-            divided[name] = printed
-    return divided
+        if printed := {lane: share for lane, share in during.items() if share >= 0.0005}:
+            idle[name] = printed
+    return Shares(
+        seconds=end - start,
+        n_steps=len(verdicts),
+        link=pieces.share(link),
+        **{lane: pieces.share(covered) for lane, covered in activities.items()},
+        idle=idle,
+    )
 
 
 def text(result: Shares) -> str:

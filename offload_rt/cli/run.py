@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -70,14 +71,6 @@ class RunSettings:
         if self.image and not self.chat:
             raise SettingsError("--image", need="--chat", change="add it")
 
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None:
-        """Format of the answer; None for any text. Raises SettingsError or PromptError."""
-        if self.json_schema is self.regex is None:
-            return None
-        schema = None if self.json_schema is None else read_input("--json-schema", self.json_schema)
-        return StructuredOutputs(json=schema, regex=self.regex)
-
 
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError or TypeError for other text."""
@@ -106,22 +99,21 @@ class TemplateSettings:
         return requests.encode_messages(turns, options)
 
 
-def new_parser() -> Parser:
-    """Return the parser of the command."""
-    return Parser(
-        "offload-rt run",
-        "Generate from a model larger than device memory.",
-        EngineConfig,
-        RunSettings,
-        TemplateSettings,
-        SamplingParams,
-        examples=(
-            'offload-rt run models/demo-target "import os" --max-tokens 32',
-            "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
-            " --prompt-file prompt.txt --chat",
-            'offload-rt run Qwen/Qwen3-VL-8B-Instruct "What is on it?" --chat --image photo.jpg',
-        ),
-    )
+new_parser = partial(
+    Parser,
+    "offload-rt run",
+    "Generate from a model larger than device memory.",
+    EngineConfig,
+    RunSettings,
+    TemplateSettings,
+    SamplingParams,
+    examples=(
+        'offload-rt run models/demo-target "import os" --max-tokens 32',
+        "offload-rt run Qwen/Qwen3-32B --draft-model Qwen/Qwen3-0.6B --device-memory 22GiB"
+        " --prompt-file prompt.txt --chat",
+        'offload-rt run Qwen/Qwen3-VL-8B-Instruct "What is on it?" --chat --image photo.jpg',
+    ),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -134,7 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(flags: Namespace, answers: Answers) -> None:
     settings = from_flags(RunSettings, flags)
     params = from_flags(SamplingParams, flags)
-    params = replace(params, structured_outputs=settings.structured_outputs)
+    if settings.json_schema is not None or settings.regex is not None:
+        path = settings.json_schema
+        schema = None if path is None else read_input("--json-schema", path)
+        outputs = StructuredOutputs(json=schema, regex=settings.regex)
+        params = replace(params, structured_outputs=outputs)
     if not (settings.json or params.logprobs is params.prompt_logprobs is None):
         raise SettingsError("--logprobs and --prompt-logprobs", need="--json", change="add --json")
     template = from_flags(TemplateSettings, flags)
@@ -189,7 +185,6 @@ def _report(
     max_tokens: int | None,
     console: Console,
 ) -> None:
-    """Print the report of all answers to stderr, then the details of each prompt."""
     from offload_rt.cli.format import describe_tree, tree_line
 
     context = max(len(output.prompt_token_ids) for output in outputs)

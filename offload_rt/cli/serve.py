@@ -6,6 +6,7 @@ import socket
 import sys
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,20 +22,17 @@ from offload_rt.system.progress import loading_bar
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
-def new_parser() -> Parser:
-    """Return the parser of the command."""
-    parser = Parser(
-        "offload-rt serve",
-        "Serve an OpenAI-compatible API and a web page.",
-        EngineConfig,
-        ServeSettings,
-        examples=(
-            "offload-rt serve Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
-            "offload-rt serve DIR --host 0.0.0.0 --port 8080 --api-key KEY --max-num-seqs 8",
-        ),
-    )
-    parser.set_defaults(max_num_seqs=4)
-    return parser
+new_parser = partial(
+    Parser,
+    "offload-rt serve",
+    "Serve an OpenAI-compatible API and a web page.",
+    *(EngineConfig, ServeSettings),
+    examples=(
+        "offload-rt serve Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B",
+        "offload-rt serve DIR --host 0.0.0.0 --port 8080 --api-key KEY --max-num-seqs 8",
+    ),
+    defaults={"max_num_seqs": 4},
+)
 
 
 @command(new_parser)

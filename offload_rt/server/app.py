@@ -17,19 +17,13 @@ from offload_rt import __version__
 from offload_rt.errors import OffloadError
 from offload_rt.llm import LLM
 from offload_rt.models.image_prompt import token_ids
+from offload_rt.server import protocol
 from offload_rt.server.bodies import Json
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import ChatWriter, CompletionWriter
 from offload_rt.server.limits import Access, Limits
 from offload_rt.server.messages import CountRequest, MessagesRequest, MessagesWriter
 from offload_rt.server.prompts import PromptEncoder
-from offload_rt.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingsRequest,
-    TokenizeRequest,
-)
 from offload_rt.server.responses import ResponsesRequest, ResponsesWriter
 from offload_rt.server.service import Metrics, Refused, Service, Writer
 from offload_rt.server.settings import ServeSettings
@@ -38,11 +32,9 @@ from offload_rt.text.images import DEFAULT_LIMITS
 
 _PAGE = Path(__file__).with_name("page")
 # The page loads scripts and styles from this server only.
-_CONTENT_POLICY = (
-    "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
-)
+_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
+_PAGE_HEADERS = {"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"}
 _OPEN = Access()
-_PAGE_HEADERS = {"Content-Security-Policy": _CONTENT_POLICY, "Referrer-Policy": "no-referrer"}
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>offload_rt API</title>
 <meta name="viewport" content="width=device-width"><link rel="stylesheet" href="/page/style.css">
 <style>body { max-width: 60rem; margin: auto; padding: 1rem; overflow: auto }
@@ -95,18 +87,18 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return service.card
 
-    @app.post("/v1/embeddings", openapi_extra=_body_of(EmbeddingsRequest))
+    @app.post("/v1/embeddings", openapi_extra=_body_of(protocol.EmbeddingsRequest))
     async def embeddings(http: Request) -> Response:
         """Embed texts, if the server was started with `--embeddings`."""
-        return await service.embed(await service.read(http, EmbeddingsRequest))
+        return await service.embed(await service.read(http, protocol.EmbeddingsRequest))
 
     def add(path: str, kind: type[BaseModel], writer: type[Writer], text: str) -> None:
         @app.post(path, name=path, description=text, openapi_extra=_body_of(kind))
         async def generate(http: Request) -> Response:
             return await service.answer(http, await service.read(http, kind), writer)
 
-    add("/v1/completions", CompletionRequest, CompletionWriter, "Continue prompts.")
-    add("/v1/chat/completions", ChatRequest, ChatWriter, "Answer a conversation.")
+    add("/v1/completions", protocol.CompletionRequest, CompletionWriter, "Continue prompts.")
+    add("/v1/chat/completions", protocol.ChatRequest, ChatWriter, "Answer a conversation.")
     text = "Answer a conversation of output items; nothing is stored."
     add("/v1/responses", ResponsesRequest, ResponsesWriter, text)
     text = "Answer a conversation of content blocks, as Anthropic does."
@@ -123,19 +115,20 @@ def _add_extra_routes(app: FastAPI, service: Service) -> None:
         (prompt,) = await service.prompts.encode(chat, is_checked=False)
         return {"input_tokens": len(prompt)}
 
-    @app.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=_body_of(protocol.TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Convert a text or a conversation to token ids."""
-        request = await asyncio.to_thread((await service.read(http, TokenizeRequest)).generation)
+        body = await service.read(http, protocol.TokenizeRequest)
+        request = await asyncio.to_thread(body.generation)
         (prompt,) = await service.prompts.encode(request, is_checked=False)
         content = {"tokens": token_ids(prompt), "count": len(prompt)}
         content["max_model_len"] = service.llm.max_model_len
         return await asyncio.to_thread(JSONResponse, content)
 
-    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=_body_of(protocol.DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
         """Convert token ids to a text."""
-        request = await service.read(http, DetokenizeRequest)
+        request = await service.read(http, protocol.DetokenizeRequest)
         tokenizer = service.llm.tokenizer
         text = await asyncio.to_thread(tokenizer.decode, request.tokens) if tokenizer else ""
         return await asyncio.to_thread(JSONResponse, {"prompt": text})
@@ -188,7 +181,6 @@ def _add_docs(app: FastAPI) -> None:
 
 
 def _section(name: str, text: str, schema: Json) -> str:
-    """Describe an operation in HTML: its description, and the fields of the body."""
     required = schema.get("required", ())
     rows = "".join(
         f"<tr><td><code>{escape(field)}</code>{' (required)' if field in required else ''}</td>"

@@ -33,8 +33,6 @@ _NOT_IMPLEMENTED = (
 # Values without effect, which clients send as defaults.
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
 _NEUTRAL_FACTORS = {"length_penalty": 1, "typical_p": 1}
-
-
 # The JSON parser holds the interpreter lock, for 0.1 ms per number of 4,300 digits and 50 ns per
 # escape. These limits bound it to a few dozen milliseconds.
 _MAX_COUNTS = {

@@ -53,7 +53,6 @@ def _pair_rules(pairs: Pairs, i: int, schema: Json, lark: Lark) -> Iterator[str]
 
 
 def _value_rules(name: str, schema: Json, value: object, closing: str) -> list[str]:
-    """Build the rules of a value and its closing tag."""
     if not isinstance(value, dict):
         value = {}
     if type_names(value) != {"string"}:

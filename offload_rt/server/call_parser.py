@@ -56,7 +56,6 @@ class CallParser(AnswerParser):
         return Parsed.join(iter(self._next, None))
 
     def _compiled(self, is_last: bool) -> dict[str, "regex.Pattern[str]"]:
-        """Compile the patterns that may follow in each state."""
         form = self._form
         call = rf"\s*(?P<json>(?=\{{){_nested(_JSON)})"
         if form.pairs:
@@ -117,7 +116,10 @@ class CallParser(AnswerParser):
         """Consume text or a call; None if that requires more text."""
         if self._state == "text":
             return self._next_text()
-        if self._is_incomplete():
+        start = max(self._n_tried - len(self._last), 0)
+        self._n_tried = len(self._buffer)
+        is_long = self._n_tried > _N_TRIED and not self._is_last
+        if is_long and self._last not in self._buffer[start:]:
             return None
         match = self._match(self._state)
         if match and match.partial:
@@ -139,15 +141,7 @@ class CallParser(AnswerParser):
     def _match(self, state: str) -> Any:
         return self._patterns[state].match(self._buffer, partial=not self._is_last)
 
-    def _is_incomplete(self) -> bool:
-        """Whether a long call lacks its last text, without matching all of it again."""
-        start = max(self._n_tried - len(self._last), 0)
-        self._n_tried = len(self._buffer)
-        is_long = self._n_tried > _N_TRIED and not self._is_last
-        return is_long and self._last not in self._buffer[start:]
-
     def _next_text(self) -> Parsed | None:
-        """Consume text up to a possible call."""
         trigger = self._trigger
         n_text = self._buffer.find(trigger) if trigger else -1
         if n_text >= 0:
@@ -158,7 +152,6 @@ class CallParser(AnswerParser):
         return self._text(n_text) if n_text else None
 
     def _text(self, n: int) -> Parsed:
-        """Consume characters as content."""
         text = self._buffer[:n]
         self._buffer = self._buffer[n:]
         if self._is_behind:
@@ -167,7 +160,6 @@ class CallParser(AnswerParser):
         return Parsed(text=text)
 
     def _call(self, match: Any) -> Json | None:
-        """Build a call; None for anything except a call of an offered tool."""
         form = self._form
         if form.pairs:
             name = match["name"]

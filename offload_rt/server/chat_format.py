@@ -22,7 +22,6 @@ from offload_rt.text.reasoning import THINK, ReasoningSplitter, Tags
 
 _T = TypeVar("_T")
 _FOLDER = "server.tool_formats"
-_TAIL = 8  # tokens
 _TAGS = {"think": THINK, "mistral": Tags("[THINK]", "[/THINK]")}
 
 
@@ -94,7 +93,7 @@ class ChatFormat:
 
     def tail(self, prompt: list[int]) -> str:
         """Return the end of a prompt, which shows whether the prompt contains reasoning tags."""
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(prompt[-_TAIL:]))
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(prompt[-8:]))
 
     def parser(self, tools: Mapping[str, Json], tail: str) -> AnswerParser:
         """Build the parser of an answer from JSON schemas of tools by name and the prompt's end."""
@@ -139,7 +138,6 @@ class ChatFormat:
 def _tool_format_of(
     tokenizer: PreTrainedTokenizerBase | None, template: str, render: Render | None
 ) -> CallFormat:
-    """Derive the tool format of a chat template, or find it by its marks."""
     form: CallFormat = registry.find(_FOLDER, "harmony").FORMAT
     if "<|channel|>" in template:
         return form
@@ -154,7 +152,6 @@ def _tool_format_of(
 
 
 def _derived(derive: Callable[[Render], _T], render: Render | None) -> _T | None:
-    """Derive from a chat template; None if the template fails."""
     try:
         return derive(render) if render else None
     except TemplateError:

@@ -61,7 +61,6 @@ class CompletionWriter:
         return {"prompt_tokens": n_prompt, "completion_tokens": n, "total_tokens": n_prompt + n}
 
     def _end(self, i: int) -> Json:
-        """Return the end of an answer, with vLLM's reason."""
         choice = self.answer.choices[i]
         return {"index": i, "finish_reason": choice.finish_reason, "stop_reason": choice.stop}
 
@@ -90,7 +89,6 @@ class ChatWriter(CompletionWriter):
         self._n_top = request.top_logprobs or 0
 
     def start(self) -> list[str]:
-        """Return the first chunks, with the role of each answer."""
         delta = {"role": "assistant", "content": ""}
         events = []
         for i in range(len(self.answer.choices)):
@@ -142,7 +140,6 @@ class ChatWriter(CompletionWriter):
 
 
 def _pass(piece: Piece) -> Json | None:
-    """Describe the pass of a piece: parents of the tree nodes, accepted path, and times."""
     if piece.verified_in is None:
         return None
     topology, path, times = piece.verified_in

@@ -20,10 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 _BACKLOG = 64
 # Connections in the hands of asyncio, and files of the engine.
 _RESERVED_FILES = 5 * _BACKLOG
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Length:"
-    b" 0\r\n\r\n"
-)
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\n"
+_BUSY += b"Content-Length: 0\r\n\r\n"
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ def derive_tags(render: Render) -> Tags | None:
 
 
 def _answer(render: Render, message: Json) -> str:
-    """Render the answer to a user's turn."""
     return render([_TURN, {"role": "assistant", **message}], TOOLS, False).rpartition(_USER)[2]
 
 
@@ -173,7 +172,6 @@ def _calls(render: Render, style: Style, *kinds: Sequence[str]) -> str:
 
 
 def _split(text: str, name: str, pairs: Pairs | None) -> _Split | None:
-    """Split a text at a call with two texts as arguments; None without such a call."""
     if pairs is None:
         return _split_json(text, name)
     key = text.find(_KEYS[0], text.find(name))
@@ -187,7 +185,6 @@ def _split(text: str, name: str, pairs: Pairs | None) -> _Split | None:
 
 
 def _split_json(text: str, name: str) -> _Split | None:
-    """Split a text at a call with arguments in JSON."""
     for brace in re.finditer("{", text):
         i = brace.start()
         try:
@@ -208,7 +205,6 @@ def _split_json(text: str, name: str) -> _Split | None:
 
 
 def _fields(value: Json, name: str) -> Fields | None:
-    """Find the keys of name and arguments in an object or an object inside it."""
     name_key = next((key for key, part in value.items() if part == name), "")
     for key, part in value.items():
         if isinstance(part, dict) and {*part} == {*_KEYS} and (name_key or key == name):

@@ -9,7 +9,6 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_OPEN_PATHS = ("/page/", "/health")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+)(?::\d{1,5})?", re.IGNORECASE)
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -48,7 +47,6 @@ class Limits:
     access: Access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward or refuse a request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if scope["method"] == "HEAD":  # uvicorn omits the body of the response
@@ -74,7 +72,7 @@ class Limits:
         if hosts and (host is None or host[1].lower() not in hosts):
             return error_response(403, "this host name is not accepted")
         api_key = self.access.api_key
-        if api_key is None or path == "/" or path.startswith(_OPEN_PATHS):
+        if api_key is None or path == "/" or path.startswith(("/page/", "/health")):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":  # Anthropic's clients

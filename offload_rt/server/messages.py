@@ -3,7 +3,6 @@
 import json
 import reprlib
 import uuid
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -29,26 +28,6 @@ class CountRequest(BaseModel):
 
     def fields(self) -> Json:
         """Return the fields of a chat request. Raises SettingsError for unknown values."""
-        turns = self._messages()
-        fields: Json = {"model": self.model, "messages": turns}
-        last = turns[-1] if turns else {}
-        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
-            # Anthropic's API continues an answer in the last message.
-            fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        fields["tools"] = as_tools(self.tools, "custom", "input_schema")
-        if choice := self.tool_choice:
-            fields["tool_choice"] = _tool_choice(choice)
-            fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
-        if self.thinking is not None:
-            is_on = self.thinking.get("type") != "disabled"
-            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
-        return fields
-
-    def generation(self) -> ChatRequest:
-        """Convert to a chat request."""
-        return validate(ChatRequest, self.fields())
-
-    def _messages(self) -> list[Json]:
         turns = Turns()
         if self.system:
             turns.add("system", self.system)
@@ -58,7 +37,27 @@ class CountRequest(BaseModel):
             if not all(isinstance(block, dict) for block in blocks):
                 raise PromptError("the content of a message", need="a text or blocks")
             (_add_answer if message.get("role") == "assistant" else _add_question)(turns, blocks)
-        return turns.messages
+        fields: Json = {"model": self.model, "messages": turns}
+        last = turns[-1] if turns else {}
+        if last.get("role") == "assistant" and last["content"] and "tool_calls" not in last:
+            # Anthropic's API continues an answer in the last message.
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        fields["tools"] = as_tools(self.tools, "custom", "input_schema")
+        if choice := self.tool_choice:
+            kind = choice.get("type")
+            if kind != "tool" and kind not in _CHOICES:
+                problem = f"tool_choice {reprlib.repr(kind)}"
+                raise SettingsError(problem, need="auto, any, tool or none")
+            fields["tool_choice"] = named_tool(choice) if kind == "tool" else _CHOICES[kind]
+            fields["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+        if self.thinking is not None:
+            is_on = self.thinking.get("type") != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
+        return fields
+
+    def generation(self) -> ChatRequest:
+        """Convert to a chat request."""
+        return validate(ChatRequest, self.fields())
 
 
 class MessagesRequest(CountRequest):
@@ -99,15 +98,6 @@ def _add_question(turns: Turns, blocks: list[Json]) -> None:
             texts.append(block)
     if texts:
         turns.add("user", texts)
-
-
-def _tool_choice(choice: Json) -> Any:
-    kind = choice.get("type")
-    if kind == "tool":
-        return named_tool(choice)
-    if kind not in _CHOICES:
-        raise SettingsError(f"tool_choice {reprlib.repr(kind)}", need="auto, any, tool or none")
-    return _CHOICES[kind]
 
 
 class MessagesWriter:
@@ -172,7 +162,6 @@ class MessagesWriter:
         return {"input_tokens": n_prompt, "output_tokens": self._answer.n_tokens, **cached}
 
     def _open(self, block: Json) -> list[str]:
-        """Open a block unless a block of this kind is open."""
         if self._kind == block["type"]:
             return []
         events = self._close()

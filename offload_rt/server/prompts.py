@@ -52,21 +52,15 @@ class PromptEncoder:
             special = request.add_special_tokens
             encode = self.requests.encode
             prompts += [encode(p, special) if isinstance(p, str) else p for p in request.prompt]
-        if is_checked:
-            prompts = [self._truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
-            for prompt in prompts:
-                self.requests.check_prompt(prompt)
+        for i, prompt in enumerate(prompts if is_checked else ()):
+            if (n := request.truncate_prompt_tokens) is not None:
+                if isinstance(prompt, ImagePrompt):
+                    need = "a prompt without images"
+                    raise SettingsError("truncate_prompt_tokens", need=need, change="leave it out")
+                n = self.requests.max_model_len - 1 if n == -1 else n  # leaves room for a token
+                prompts[i] = prompt[max(len(prompt) - n, 0) :]
+            self.requests.check_prompt(prompts[i])
         return prompts
-
-    def _truncate(self, prompt: EncodedPrompt, n: int | None) -> EncodedPrompt:
-        """Keep the last tokens; -1 leaves room for one new token."""
-        if n is None:
-            return prompt
-        if isinstance(prompt, ImagePrompt):
-            need = "a prompt without images"
-            raise SettingsError("truncate_prompt_tokens", need=need, change="leave it out")
-        n = self.requests.max_model_len - 1 if n == -1 else n
-        return prompt[max(len(prompt) - n, 0) :]
 
     def _render(self, request: ChatRequest) -> EncodedPrompt:
         """Encode a conversation. Raises PromptError or SettingsError for input without effect."""

@@ -153,7 +153,6 @@ class GenerationRequest(BaseModel):
 
 
 def _prompts_of(value: Any) -> list[str] | list[list[int]]:
-    """Convert a prompt to a list of texts or of token id lists."""
     items = _as_list(value)
     if isinstance(items, list) and items:
         if all(isinstance(item, str) for item in items):
@@ -221,10 +220,25 @@ class ChatRequest(GenerationRequest):
         max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         formats = self.formats()
+        form = chat_format.tool_format
+        functions = self.functions
         if self.requires_calls:
-            formats["grammar"] = self._call_grammar(chat_format)
-        elif functions := [*self.functions.values()]:
-            grammar = chat_format.tool_format.answer_grammar(functions, chat_format.lark, formats)
+            is_single = self.parallel_tool_calls is False
+            if isinstance(self.tool_choice, dict):
+                function = self.tool_choice.get("function")
+                name = function.get("name") if isinstance(function, dict) else None
+                if name not in functions:
+                    choice = reprlib.repr(self.tool_choice)
+                    raise SettingsError(f"tool_choice {choice}", need="the name of a tool")
+                functions = {name: functions[name]}
+                is_single = True
+            if not functions:
+                raise SettingsError("tool_choice required", need="tools", change="send tools")
+            called = [*functions.values()]
+            formats["grammar"] = call_grammar(form, called, chat_format.lark, is_single)
+        elif functions:
+            offered = [*functions.values()]
+            grammar = form.answer_grammar(offered, chat_format.lark, formats)
             formats = formats if grammar is None else {"grammar": grammar}
         params = self.sampling_params(max_n, formats, max_tokens, n_logprobs, None)
         if chat_format.needs_special:
@@ -233,7 +247,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_format(self) -> Json | None:
-        """Format of the answer, unless it consists of calls; None for text."""
         return None if self.requires_calls else super().wanted_format
 
     @property
@@ -245,23 +258,6 @@ class ChatRequest(GenerationRequest):
     def requires_calls(self) -> bool:
         """Whether the answer consists of tool calls."""
         return self.tool_choice not in (None, "none", "auto")
-
-    def _call_grammar(self, chat_format: ChatFormat) -> str:
-        """Build the grammar of required calls. Raises SettingsError for other fields."""
-        functions = self.functions
-        is_single = self.parallel_tool_calls is False
-        if isinstance(self.tool_choice, dict):
-            function = self.tool_choice.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            if name not in functions:
-                choice = reprlib.repr(self.tool_choice)
-                raise SettingsError(f"tool_choice {choice}", need="the name of a tool")
-            functions = {name: functions[name]}
-            is_single = True
-        if not functions:
-            raise SettingsError("tool_choice required", need="tools", change="send tools")
-        called = [*functions.values()]
-        return call_grammar(chat_format.tool_format, called, chat_format.lark, is_single)
 
     @property
     def functions(self) -> dict[str, Json]:
@@ -297,13 +293,25 @@ class ChatRequest(GenerationRequest):
             raise PromptError("messages", need="at least one", have="none", change=change)
         if not all(isinstance(turn.get("role"), str) for turn in self.messages):
             raise PromptError("messages", need="a role in each message")
-        turns = [{**turn, "content": _content_of(turn.get("content"))} for turn in self.messages]
+        turns = []
+        for turn in self.messages:
+            parts = _parts_of(turn.get("content"), IMAGE_PARTS)
+            is_text = all(part["type"] == "text" for part in parts)
+            content = "".join(part["text"] for part in parts) if is_text else parts
+            turns.append({**turn, "content": content})
         functions = [call["function"] for turn in turns for call in calls_of(turn)]
         texts = [f["arguments"] for f in functions if isinstance(f.get("arguments"), str)]
         check_counts("arguments of calls", [text.encode("utf-8", "replace") for text in texts])
         for turn in turns:
-            if calls := calls_of(turn):
-                turn["tool_calls"] = [_parsed_call(call) for call in calls]
+            calls = [{**call, "function": {**call["function"]}} for call in calls_of(turn)]
+            for function in (call["function"] for call in calls):
+                # An empty text stands for no arguments, as in vLLM. The template decides on other
+                # text than JSON.
+                if isinstance(text := function.get("arguments"), str):
+                    value = decoded(text or "{}")
+                    function["arguments"] = text if value is None else value
+            if calls:
+                turn["tool_calls"] = calls
             # gpt-oss has its own name, and refuses reasoning beside content and calls.
             if "reasoning_content" in turn and not (turn["content"] and turn.get("tool_calls")):
                 turn["thinking"] = turn["reasoning_content"]
@@ -352,25 +360,6 @@ class DetokenizeRequest(BaseModel):
     """Body of /detokenize."""
 
     tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
-
-
-def _parsed_call(call: Json) -> Json:
-    """Replace the JSON text of a call's arguments by an object, as templates require.
-
-    An empty text stands for no arguments, as in vLLM. The template decides on other text.
-    """
-    function = {**call["function"]}
-    if isinstance(text := function.get("arguments"), str):
-        value = decoded(text or "{}")
-        function["arguments"] = text if value is None else value
-    return {**call, "function": function}
-
-
-def _content_of(content: Any) -> str | list[Json]:
-    """Join the text parts of a message; parts beside an image remain separate."""
-    parts = _parts_of(content, IMAGE_PARTS)
-    is_text = all(part["type"] == "text" for part in parts)
-    return "".join(part["text"] for part in parts) if is_text else parts
 
 
 def text_of(content: Any) -> str:

@@ -58,19 +58,6 @@ class ResponsesRequest(BaseModel):
 
     def generation(self) -> ChatRequest:
         """Convert to a chat request. Raises SettingsError or PromptError for unknown items."""
-        own = {"input", "instructions", "max_output_tokens", "reasoning", "text", "metadata"}
-        fields = self.model_dump(exclude_none=True, exclude=own | {"tools"})
-        fields |= {"messages": self._messages(), "max_tokens": self.max_output_tokens}
-        fields["tools"] = as_tools(self.tools, "function", "parameters")
-        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function":
-            fields["tool_choice"] = named_tool(self.tool_choice)
-        fields["response_format"] = as_response_format(self.text)
-        effort = (self.reasoning or {}).get("effort")
-        if isinstance(effort, str):
-            fields["reasoning_effort"] = effort
-        return validate(ChatRequest, fields)
-
-    def _messages(self) -> list[Json]:
         turns = Turns()
         if self.instructions:
             turns.add("system", self.instructions)
@@ -90,7 +77,17 @@ class ResponsesRequest(BaseModel):
             else:
                 need = "messages and calls"
                 raise SettingsError(f"input of type {reprlib.repr(kind)}", need=need)
-        return turns.messages
+        own = {"input", "instructions", "max_output_tokens", "reasoning", "text", "metadata"}
+        fields = self.model_dump(exclude_none=True, exclude=own | {"tools"})
+        fields |= {"messages": turns, "max_tokens": self.max_output_tokens}
+        fields["tools"] = as_tools(self.tools, "function", "parameters")
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function":
+            fields["tool_choice"] = named_tool(self.tool_choice)
+        fields["response_format"] = as_response_format(self.text)
+        effort = (self.reasoning or {}).get("effort")
+        if isinstance(effort, str):
+            fields["reasoning_effort"] = effort
+        return validate(ChatRequest, fields)
 
     def echo(self) -> Json:
         """Return the fields of the request that a response repeats."""
@@ -180,12 +177,11 @@ class ResponsesWriter:
             "output_tokens_details": {"reasoning_tokens": self._answer.n_reasoning},
             "total_tokens": n_prompt + n,
         }
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._head | {
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": details,
             "output": [item.whole(self._state(item, status)) for item in self._items],
             "usage": None if status == "in_progress" else usage,
         }
@@ -196,7 +192,6 @@ class ResponsesWriter:
         return "incomplete" if is_cut and status != "completed" else "completed"
 
     def _add(self, reasoning: str, text: str, calls: Sequence[Json]) -> list[str]:
-        """Append parts of an answer, and return their events."""
         parts: list[tuple[str, str, Json]] = [("reasoning", reasoning, {}), ("message", text, {})]
         parts += [("function_call", call["function"]["arguments"], call) for call in calls]
         events = []
@@ -211,7 +206,6 @@ class ResponsesWriter:
         return events
 
     def _open(self, kind: str, call: Json | None = None) -> list[str]:
-        """Append an output item, and return its first events."""
         fields: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
         if call:
             fields = {"call_id": call["id"], "name": call["function"]["name"]}
@@ -235,7 +229,6 @@ class ResponsesWriter:
         return [*events, self._item_event("response.output_item.done", self._state(item, status))]
 
     def _place(self) -> Json:
-        """Return the fields that locate the current output item."""
         item = self._items[-1]
         place: Json = {} if item.kind == "function_call" else {"content_index": 0}
         return {"item_id": item.fields["id"], "output_index": len(self._items) - 1, **place}

@@ -14,7 +14,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -24,7 +23,7 @@ from offload_rt.llm import LLM
 from offload_rt.models.image_prompt import token_ids
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.server.answer import Answer, Delta
-from offload_rt.server.bodies import Json, read_body
+from offload_rt.server.bodies import Body, Json, read_body
 from offload_rt.server.chat_format import ChatFormat
 from offload_rt.server.completions import CompletionWriter
 from offload_rt.server.limits import error_response
@@ -36,7 +35,6 @@ from offload_rt.server.settings import ServeSettings
 
 Writer = CompletionWriter | MessagesWriter | ResponsesWriter
 _T = TypeVar("_T")
-_Body = TypeVar("_Body", bound=BaseModel)
 _RETRY_S = 5
 _BODY_TIMEOUT_S = 60
 # A stream gets this long to send the error of a timeout.
@@ -100,7 +98,7 @@ class Service:
     n_grammar_characters: int = 0
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def read(self, http: Request, kind: type[_Body]) -> _Body:
+    async def read(self, http: Request, kind: type[Body]) -> Body:
         """Read and validate a body in a worker thread, one body at a time.
 
         Parsers hold the interpreter lock in steps; several at once would add up.
@@ -142,7 +140,7 @@ class Service:
             return await asyncio.to_thread(lambda: JSONResponse(writer.whole()))
         # The first delta precedes the status: errors of the request get a status of their own.
         events = self._events(await _unless_gone(http, anext(deltas)), deltas, writer)
-        return _EventStream(events, deltas, self.settings.timeout + _STREAM_GRACE_S)
+        return _EventStream(self.settings.timeout + _STREAM_GRACE_S, events, deltas)
 
     async def embed(self, request: EmbeddingsRequest) -> Response:
         """Answer a request for embeddings."""
@@ -288,17 +286,12 @@ class Service:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events with a deadline, also for clients that do not read."""
+    """Events of the first generator, with a deadline also for clients that do not read."""
 
-    def __init__(
-        self,
-        events: AsyncGenerator[str, None],
-        deltas: AsyncGenerator[Delta, None],
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, timeout_s: float, *generators: AsyncGenerator[Any, None]) -> None:
         headers = {"Cache-Control": "no-cache"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._generators = (events, deltas)
+        super().__init__(generators[0], headers=headers, media_type="text/event-stream")
+        self._generators = generators
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

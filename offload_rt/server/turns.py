@@ -1,21 +1,17 @@
 """Conversion of other APIs' conversations to the messages of chat completions."""
 
 import reprlib
-from dataclasses import dataclass, field
 
 from offload_rt.errors import SettingsError
 from offload_rt.server.bodies import Json
 
 
-@dataclass
-class Turns:
+class Turns(list[Json]):
     """Messages of a conversation. Consecutive parts of an assistant's answer form one message."""
-
-    messages: list[Json] = field(default_factory=list)
 
     def add(self, role: str, content: object, **fields: object) -> None:
         """Append a message other than the assistant's."""
-        self.messages.append({"role": role, "content": content, **fields})
+        self.append({"role": role, "content": content, **fields})
 
     def add_answer(self, text: str, key: str = "content") -> None:
         """Append text of the assistant, or its "reasoning_content"."""
@@ -29,9 +25,9 @@ class Turns:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def _assistant(self) -> Json:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if not self or self[-1]["role"] != "assistant":
             self.add("assistant", "")
-        return self.messages[-1]
+        return self[-1]
 
 
 def as_tools(tools: list[Json] | None, kind: str, schema: str) -> list[Json] | None:

@@ -68,7 +68,6 @@ class Generic(CallFormat):
         return "\n".join(["start: calls | reply", f"calls:{calls}", *reply])
 
     def adapt(self, turns: list[Json], tools: list[Json] | None) -> tuple[list[Json], Any]:
-        """Describe tools, calls and results in texts."""
         if not tools and not any(turn["role"] == "tool" for turn in turns):
             return turns, tools
         plain: list[Json] = []

@@ -44,9 +44,16 @@ class HarmonyParser(AnswerParser):
         return Parsed.join([parsed, self._part(self._buffer)])
 
     def _next(self) -> Parsed | None:
-        """Consume a head or a part of a body; None if that requires more text."""
         if self._channel is None:
-            return self._next_head()
+            head = _HEAD.match(self._buffer, partial=True)
+            if head and head.partial:
+                return None
+            text = head[0] if head else ""
+            self._buffer = self._buffer[len(text) :]
+            channel, recipient = _CHANNEL_NAME.search(text), _RECIPIENT.search(text)
+            self._channel = channel[1] if channel else "final"
+            self._recipient = recipient[1] if recipient else None
+            return Parsed()
         body = _BODY.match(self._buffer)
         n_held = n_overlap(self._buffer, _END)
         text = body[1] if body else self._buffer[: len(self._buffer) - n_held]
@@ -57,17 +64,6 @@ class HarmonyParser(AnswerParser):
         if body:
             self._channel = self._recipient = None
         return part
-
-    def _next_head(self) -> Parsed | None:
-        head = _HEAD.match(self._buffer, partial=True)
-        if head and head.partial:
-            return None
-        text = head[0] if head else ""
-        self._buffer = self._buffer[len(text) :]
-        channel, recipient = _CHANNEL_NAME.search(text), _RECIPIENT.search(text)
-        self._channel = channel[1] if channel else "final"
-        self._recipient = recipient[1] if recipient else None
-        return Parsed()
 
     def _part(self, text: str) -> Parsed:
         if self._recipient is not None:
@@ -80,7 +76,6 @@ class Harmony(CallFormat):
     """Format of gpt-oss; an answer has one call."""
 
     def around(self, lark: Lark, has_calls: bool) -> str:
-        """Build the grammar of an optional analysis and the answer."""
         head = "" if has_calls else lark(f"{_CHANNEL}final{_MESSAGE}")
         analysis = lark(f"{_CHANNEL}analysis{_MESSAGE}")
         end = lark(f"{_END}<|start|>assistant")
