@@ -129,9 +129,8 @@ class Answers:
         answers = output.outputs if output else self.by_prompt[i]
         objects = []
         for answer in answers:
-            reason = answer.finish_reason or unfinished
             fields: dict[str, Any] = {"text": answer.text, "token_ids": answer.token_ids}
-            fields["finish_reason"] = reason
+            fields["finish_reason"] = answer.finish_reason or unfinished
             for name in ("logprobs", "prompt_logprobs"):
                 if (rows := getattr(answer, name, None)) is not None:
                     fields[name] = [

@@ -79,11 +79,9 @@ def main(flags: Namespace) -> None:
 
     # torch times a matrix product for a second.
     # Where direct reads cannot be measured, 1 GB/s is assumed.
-    local = this_machine(EngineConfig("any"), disk_gbps or 1.0, "disk: measured")
-    prospects = survey(local)
+    prospects = survey(this_machine(EngineConfig("any"), disk_gbps or 1.0, "disk: measured"))
     if flags.json:
-        content = {"checks": [*map(asdict, checks)], "models": [*map(asdict, prospects)]}
-        print(json.dumps(content))
+        print(json.dumps({"checks": [*map(asdict, checks)], "models": [*map(asdict, prospects)]}))
         return
     print("\nforecast in tokens/s, 2048 tokens of context")
     print(f"{'model':<14}{'draft':<12}{'plain':>8}{'with draft':>12}  verdict")
@@ -131,9 +129,8 @@ def _checks(disk_gbps: float | None) -> Iterator[Check]:
             fix = f"see the log in {cache_directory() / 'kernels'}"
         yield Check("CPU kernels", "missing: torch's products are several times slower", fix)
     else:
-        origin = build.origin(library._name)
         level = _LEVELS[cpu.level()] if os.uname().machine == "x86_64" else "NEON"
-        yield Check("CPU kernels", f"{origin}, using {level}{_amx()}")
+        yield Check("CPU kernels", f"{build.origin(library._name)}, using {level}{_amx()}")
     yield from _gpus(build.find_compiler("nvcc"))
 
 

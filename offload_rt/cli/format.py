@@ -125,8 +125,7 @@ def report(
     answers = f" of {n_answers} answers" if n_answers > 1 else ""
     speed = format_speed(seconds_per_token)
     if plain_s is not None:
-        speedup = plain_s / seconds_per_token
-        speed += f", {speedup:.1f} times plain decoding at {1 / plain_s:.3g}"
+        speed += f", {plain_s / seconds_per_token:.1f} times plain decoding at {1 / plain_s:.3g}"
     lines = [
         speed,
         f"{n_tokens} tokens{answers} in {last.ended - first.started:.2f} s,"

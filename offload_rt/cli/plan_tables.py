@@ -304,5 +304,4 @@ def placement_table(title: str, plan: Plan, cache_rows: int) -> Table:
 
 def _print(sentence: str) -> None:
     """Print to stdout, wrapped between words to the terminal, at most 100 columns."""
-    width = min(columns(), COLUMNS)
-    print(fill(sentence, width, break_long_words=False, break_on_hyphens=False))
+    print(fill(sentence, min(columns(), COLUMNS), break_long_words=False, break_on_hyphens=False))

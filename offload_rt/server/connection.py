@@ -112,10 +112,9 @@ class BoundedProtocol(H11Protocol):
 
 def make_server(app: ASGIApp, drain_s: int, limits: ConnectionLimits) -> uvicorn.Server:
     """Build the HTTP server of an app, with a time for open requests after SIGTERM."""
-    protocol = type("Protocol", (BoundedProtocol,), {"limits": limits})
     config = uvicorn.Config(
         app,
-        http=protocol,
+        http=type("Protocol", (BoundedProtocol,), {"limits": limits}),
         backlog=_BACKLOG,
         log_level="error",  # invalid requests are warnings, as many as a client sends
         access_log=False,

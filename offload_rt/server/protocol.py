@@ -237,8 +237,7 @@ class ChatRequest(GenerationRequest):
             called = [*functions.values()]
             formats["grammar"] = call_grammar(form, called, chat_format.lark, is_single)
         elif functions:
-            offered = [*functions.values()]
-            grammar = form.answer_grammar(offered, chat_format.lark, formats)
+            grammar = form.answer_grammar([*functions.values()], chat_format.lark, formats)
             formats = formats if grammar is None else {"grammar": grammar}
         params = self.sampling_params(max_n, formats, max_tokens, n_logprobs, None)
         if chat_format.needs_special:

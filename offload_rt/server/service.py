@@ -156,8 +156,7 @@ class Service:
             vectors = await asyncio.to_thread(self.llm.embed, prompts, self.settings.embeddings)
         finally:
             self.n_open -= n
-        n_tokens = sum(map(len, prompts))
-        content = await asyncio.to_thread(request.whole, vectors, n_tokens, self.name)
+        content = await asyncio.to_thread(request.whole, vectors, sum(map(len, prompts)), self.name)
         return await asyncio.to_thread(JSONResponse, content)
 
     def _admit(self, n: int, n_characters: int = 0) -> None:
@@ -218,8 +217,7 @@ class Service:
             end = answer.choices[0].finish_reason or ""
         except TimeoutError as error:
             end = "timeout"
-            reason = f"the request took more than {self.settings.timeout} s"
-            raise Refused(504, reason) from error
+            raise Refused(504, f"the request took more than {self.settings.timeout} s") from error
         except Exception as error:
             end = "refused" if isinstance(error, UserError) else "error"
             raise
