@@ -126,9 +126,8 @@ class Answers:
 
     def _object(self, i: int, unfinished: str) -> dict[str, Any]:
         output = self._outputs.get(i)
-        answers = output.outputs if output else self.by_prompt[i]
         objects = []
-        for answer in answers:
+        for answer in output.outputs if output else self.by_prompt[i]:
             fields: dict[str, Any] = {"text": answer.text, "token_ids": answer.token_ids}
             fields["finish_reason"] = answer.finish_reason or unfinished
             for name in ("logprobs", "prompt_logprobs"):

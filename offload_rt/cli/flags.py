@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from offload_rt.config import EngineConfig, flag_of, parser_of
@@ -80,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         *classes: type,
         without: tuple[str, ...] = (),
         examples: tuple[str, ...] = (),
-        defaults: Mapping[str, object] = MappingProxyType({}),
+        defaults: Mapping[str, object] | None = None,
     ) -> None:
         items = {
             item.name: (cls, item)
@@ -125,7 +124,7 @@ class Parser(argparse.ArgumentParser):
             elif default is not MISSING:
                 options["default"] = default
             groups[title].add_argument(flag_of(item.name), help=text, **options)
-        self.set_defaults(**defaults)
+        self.set_defaults(**(defaults or {}))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse flags and positional arguments. Raises SettingsError."""

@@ -35,7 +35,6 @@ def main(given: list[str]) -> int:
 
     versions = [f"offload-rt {__version__}", f"Python {python_version()}"]
     versions += [f"{name} {version(name)}" for name in ("torch", "transformers")]
-
     parser = Parser("offload-rt", "Run language models larger than device memory, exactly.")
     parser.add_argument("--version", action="version", version=", ".join(versions))
     verbs = parser.add_subparsers(

@@ -41,8 +41,8 @@ class ConnectionLimits:
     def from_ulimit(cls) -> "ConnectionLimits":
         """Derive the number of connections from the limit of open files."""
         n_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        n_open = len(os.listdir("/proc/self/fd"))
-        return cls(max(n_files - n_open - _RESERVED_FILES, _BACKLOG))
+        n_free = n_files - len(os.listdir("/proc/self/fd"))
+        return cls(max(n_free - _RESERVED_FILES, _BACKLOG))
 
 
 class BoundedProtocol(H11Protocol):
