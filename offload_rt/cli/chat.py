@@ -149,9 +149,7 @@ class _Chat:
         tokenizer = self.llm.tokenizer
         tail = "" if tokenizer is None else str(tokenizer.decode(token_ids(prompt)[-8:]))
         splitter = ReasoningSplitter(THINK.opens(tail))
-        console = Console()
-        is_plain = self.settings.plain or not console.is_interactive
-        view = PlainView() if is_plain else MarkdownView(console)
+        view = self._view()
         text = ""
         n_tokens = 0
         n_passes = 0
@@ -175,6 +173,11 @@ class _Chat:
         if self.console.is_terminal:
             self.console.print(self.figures, style="dim", highlight=False)
         return text, n_tokens
+
+    def _view(self) -> "PlainView | MarkdownView":
+        console = Console()
+        is_plain = self.settings.plain or not console.is_interactive
+        return PlainView() if is_plain else MarkdownView(console)
 
 
 def read_messages() -> Iterator[str]:

@@ -129,8 +129,8 @@ def _run(flags: Namespace, answers: Answers) -> None:
     if settings.json_schema is not None or settings.regex is not None:
         path = settings.json_schema
         schema = None if path is None else read_input("--json-schema", path)
-        outputs = StructuredOutputs(json=schema, regex=settings.regex)
-        params = replace(params, structured_outputs=outputs)
+        answer_format = StructuredOutputs(json=schema, regex=settings.regex)
+        params = replace(params, structured_outputs=answer_format)
     if not (settings.json or params.logprobs is params.prompt_logprobs is None):
         raise SettingsError("--logprobs and --prompt-logprobs", need="--json", change="add --json")
     template = from_flags(TemplateSettings, flags)
