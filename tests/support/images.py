@@ -53,7 +53,8 @@ def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
 
 def image_inputs(kind: str, seed: int) -> dict[str, Tensor]:
     """Return random inputs of a tower for an image."""
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=generator)
     if kind in _GRIDS:
         return {
             "pixel_values": draw(24, 3 * 2 * 8 * 8),
@@ -61,7 +62,8 @@ def image_inputs(kind: str, seed: int) -> dict[str, Tensor]:
         }
     if kind == "gemma4":
         places = torch.cartesian_prod(torch.arange(6), torch.arange(6))[None]
-        return {"pixel_values": draw(1, 36, 3 * 8 * 8).sigmoid(), "image_position_ids": places}
+        pixels = torch.rand(1, 36, 3 * 8 * 8, generator=generator)
+        return {"pixel_values": pixels, "image_position_ids": places}
     if kind == "llava_next":
         return {"pixel_values": draw(1, 3, 3, 32, 32), "image_sizes": torch.tensor([[40, 20]])}
     pixels = draw(1, 3, 32, 32)
