@@ -58,8 +58,6 @@ class StoredPredictions:
                     Level(*(file.get_tensor(f"{name}.{k}") for name in Level._fields))
                     for k in range(1, LONGEST + 1)
                 ]
-        except FileNotFoundError:
-            raise SettingsError(f"there is no {path}", change=change) from None
         except (OSError, safetensors.SafetensorError) as error:
             problem = f"{path} is not a file of predictions: {error}"
             raise SettingsError(problem, change=change) from None

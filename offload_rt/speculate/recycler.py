@@ -25,8 +25,8 @@ from offload_rt.tree.topology import DraftTree
 
 # Maximum keys of all sequences, about 300 bytes each.
 _MOST_KEYS = 1 << 17
-# Prior ratio of acceptance to probability, by the kind of the key: without tokens, of one to three
-# tokens, and of one to three in the file.
+# Prior ratio of acceptance to probability. Kind 0: common tokens; kinds 1 to 3: own predictions
+# after 1 to 3 tokens; kinds 4 to 6: predictions of the file after 1 to 3 tokens.
 _PRIOR = (0.8, 0.35, 0.6, 0.8, 0.5, 0.7, 0.8)
 # Nodes of a tree whose predictions are stored: the first are the most likely.
 _MOST_LEARNED = 256

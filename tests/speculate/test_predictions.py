@@ -104,7 +104,7 @@ def test_first_answer_is_drafted_from_the_file(zoo, tmp_path, is_beside_draft):
 @pytest.mark.parametrize(
     ("content", "vocab_size", "problem"),
     [
-        (None, VOCAB_SIZE, "there is no"),
+        (None, VOCAB_SIZE, "is not a file of predictions: No such file"),
         (b"text", VOCAB_SIZE, "is not a file of predictions"),
         ("sound", 4, "belongs to another model: needs tokens below 4"),
     ],
