@@ -51,7 +51,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     """Predict a run by its own memory plan; `is_clipped` shortens context and answer to it."""
     from offload_rt.engine import profile
     from offload_rt.llm import LLM
-    from offload_rt.planning.local import measure_passes, this_machine
+    from offload_rt.planning.local import this_machine, with_measured_passes
 
     config = replace(config, host_memory=settings.ram or config.host_memory)
     with LLM.open(config) as llm:
@@ -64,8 +64,7 @@ def of_run(settings: PlanSettings, config: EngineConfig, is_clipped: bool = Fals
     target = spec.target.sizes
     is_whole = spec.ranks.ranks is None and target.link is None and target.spec.mixture is None
     if spec.device.type == "cpu" and is_whole:
-        sources = ("target: timed passes", *machine.sources)
-        machine = replace(machine, passes=measure_passes(config, spec), sources=sources)
+        machine = with_measured_passes(machine, config, spec)
     draft = spec.draft.sizes()
     config = replace(config, drafter=spec.draft.drafting.name)
     drafter = SELF if draft is not None and draft.stand_in else config.drafter

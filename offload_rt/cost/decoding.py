@@ -79,6 +79,11 @@ class Decoding:
         """Expected seconds per token."""
         return self.pass_s / self.tokens_per_pass
 
+    def mixed(self, other: "Decoding", share: float) -> "Decoding":
+        """Return the means of passes of which `share` are like this and the rest like `other`."""
+        tokens = share * self.tokens_per_pass + (1 - share) * other.tokens_per_pass
+        return Decoding(tokens, share * self.pass_s + (1 - share) * other.pass_s)
+
 
 def predict_decoding(
     cost: CostEstimator,

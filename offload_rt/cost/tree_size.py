@@ -199,6 +199,23 @@ class Calibration(_Ratios):
         return np.asarray((self.hits + prior * weight) / (self.tries + weight))
 
 
+class DraftedPasses(_Ratios):
+    """Passes with a draft (`hits`) of all decoding passes (`tries`)."""
+
+    N = 1
+
+    def observe(self, has_draft: bool) -> None:
+        """Record a pass."""
+        self._fade()
+        self.hits += has_draft
+        self.tries += 1
+
+    @property
+    def share(self) -> float:
+        """Share of passes with a draft; 1 if no pass was observed."""
+        return float((self.hits[0] + 1) / (self.tries[0] + 1))
+
+
 class ExpectedTokensBias(_Ratios):
     """Ratio of accepted to predicted draft tokens, exponentially averaged.
 

@@ -272,6 +272,8 @@ class Engine(SequencePool):
             if self._pauses.is_drafting:
                 predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
                 self.drafter.learn(sequence, drafted, its_verdict, predicted)
+            else:
+                self.drafter.skip(sequence)
             sequence.stats.add_tree(candidates, verdict)
             self._commit(running, verdict, states)
             last = verdict.path[-1] if verdict.path else 0

@@ -33,12 +33,14 @@ class Assumed:
 
     is_static      published or measured for trees of a fixed shape
     dynamic_ratio  factor of the tokens per pass of trees grown by confidence
+    drafted        share of passes with a draft
     """
 
     by_rank: np.ndarray
     source: str
     is_static: bool = False
     dynamic_ratio: float = 1.0
+    drafted: float = 1.0
 
     def with_dynamic_trees(self) -> "Assumed":
         """Return the acceptance of dynamic trees at temperature 0, if this is of static trees."""
@@ -139,14 +141,16 @@ def assume(name: str, pair: tuple[str, str], names: tuple[str, str], temperature
 def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
     suffix = f" {temperature:.1f}"
     measured = [
-        (estimates.acceptance, key.removesuffix(suffix))
+        (estimates, key.removesuffix(suffix))
         for key, estimates in pair_stats.estimates.items()
-        if key.endswith(suffix)
+        if key.endswith(suffix) and estimates.acceptance.tries[0] >= 1
     ]
-    acceptance, kind = max(measured, key=lambda pair: pair[0].tries[0], default=(Acceptance(), ""))
-    if acceptance.tries[0] < 1:
+    if not measured:
         return None
-    return Assumed(acceptance.by_rank(), f"measured on this machine, of {kind} trees")
+    best, kind = max(measured, key=lambda pair: pair[0].acceptance.tries[0])
+    share = best.drafted.share
+    source = f"measured on this machine, of {kind} trees in {share:.0%} of the passes"
+    return Assumed(best.acceptance.by_rank(), source, drafted=share)
 
 
 def _parsed(text: str) -> np.ndarray:

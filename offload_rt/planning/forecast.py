@@ -63,7 +63,7 @@ class Forecast:
     """Predicted placement, tree and speed.
 
     topology   draft tree; a single node for plain decoding
-    run        decoding with trees
+    run        decoding with trees in the drafted share of the passes
     single     decoding without trees, with this placement
     moved      bytes that cross each link in a pass
     draft_s    seconds of drafting a tree
@@ -197,14 +197,16 @@ def predict(
     kept_tokens = 1.0 if draft is None else KEPT_TOKENS[draft.rounding]
     tokens_ratio = kept_tokens * request.acceptance.dynamic_ratio
     topology = select_topology(cost, costs, by_rank, _limits(request, fitted, costs), context)
+    run = predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio)
+    single = predict_decoding(cost, costs, Topology.chain(1), by_rank, context, request.tokens)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
         request=request,
         machine=machine,
         memory_plan=fitted,
         topology=topology,
-        run=predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio),
-        single=predict_decoding(cost, costs, Topology.chain(1), by_rank, context, 1),
+        run=run.mixed(single, request.acceptance.drafted),
+        single=single,
         moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
         draft_s=costs.draft_s(topology, context),
         compute_s=compute_s,

@@ -4,12 +4,14 @@ import math
 import time
 from dataclasses import replace
 from functools import cache, partial
+from statistics import median
 
+import numpy as np
 import psutil
 import torch
 
 from offload_rt.config import EngineConfig, format_size, parse_size
-from offload_rt.cost.pass_times import DECODE_GBPS, ComputeTimes
+from offload_rt.cost.pass_times import DECODE_GBPS
 from offload_rt.cost.roofline import Roof
 from offload_rt.dtypes import DType
 from offload_rt.engine import profile
@@ -33,6 +35,8 @@ _WIDTHS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _PATIENCE_S = 0.5
 # Most bytes of resident weights that a plan reads to time them.
 _READ_WHOLE = 2 << 30
+# Timed passes of plain decoding.
+_N_PLAIN = 16
 # Bytes of timed quantised matrices. As a scale in any dtype they are a normal number.
 _CODE = 0x3C
 # Other programs that use a smaller share of the CPUs do not distort the rates.
@@ -69,11 +73,11 @@ def this_machine(
     )
 
 
-def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
+def with_measured_passes(machine: Machine, config: EngineConfig, spec: EngineSpec) -> Machine:
     """Measure passes of the target's local weights on a CPU, as a run does.
 
     A layer of each kind is read. Resident weights up to _READ_WHOLE are read whole: adjacent layers
-    are faster than single ones.
+    are faster than single ones, and whole passes show the time between passes.
     """
     target, memory = spec.target.sizes, spec.memory
     reserved = reserved_memory(target, None, target.dtype, False, memory.max_model_len, 1)
@@ -87,8 +91,14 @@ def measure_passes(config: EngineConfig, spec: EngineSpec) -> ComputeTimes:
         llm.load()
         rows = memory.limits.n_nodes, memory.max_model_len - 2
         measured = profile.pass_profile(llm.engine.runner, llm.spec.pass_bytes, rows)
-    assert measured.compute is not None, "a profile of passes has their times"
-    return measured.compute
+        assert measured.compute is not None, "a profile of passes has their times"
+        fixed_s = 0.0
+        if is_whole:
+            context = measured.compute.contexts[0]
+            pass_s = median(llm.time_plain(context, _N_PLAIN))
+            fixed_s = max(pass_s - float(measured.compute.at(np.array([1]), context)[0]), 0.0)
+    sources = ("target: timed passes", *machine.sources)
+    return replace(machine, passes=measured.compute, fixed_s=fixed_s, sources=sources)
 
 
 def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> MemoryBudget:

@@ -3,11 +3,11 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from offload_rt.cost.tree_size import Acceptance, Calibration, ExpectedTokensBias
+from offload_rt.cost.tree_size import Acceptance, Calibration, DraftedPasses, ExpectedTokensBias
 from offload_rt.system.files import read_cached, write_cached
 
 _FILE = "pairs.json"
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class Estimates:
     acceptance   acceptance rates by sibling rank
     calibration  calibration of draft probabilities
     bias         correction of the resulting expected tokens
+    drafted      share of passes with a draft
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     calibration: Calibration = field(default_factory=Calibration)
     bias: ExpectedTokensBias = field(default_factory=ExpectedTokensBias)
+    drafted: DraftedPasses = field(default_factory=DraftedPasses)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class PairStats:
                 Acceptance.restore(*acceptance),
                 Calibration.restore(*calibration),
                 ExpectedTokensBias.restore(*bias),
+                DraftedPasses.restore(*drafted),
             )
-            for key, (acceptance, calibration, bias) in entry.items()
+            for key, (acceptance, calibration, bias, drafted) in entry.items()
         }
         return cls(kinds, pair, first)
 

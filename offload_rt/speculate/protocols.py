@@ -65,6 +65,9 @@ class Drafter:
                    None if `n_predicted` is 0
         """
 
+    def skip(self, sequence: Sequence) -> None:
+        """Record a pass without asking for a draft."""
+
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
         """Learn from the target's predictions after the last tokens, excluding the final token."""
 

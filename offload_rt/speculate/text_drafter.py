@@ -79,6 +79,7 @@ class TextDrafter(Drafter):
         """Store the target's predictions at the nodes, and the fate of the candidates."""
         if self.reads_prompt and predicted is not None:
             self._recycler.learn(sequence, tree, verdict.path, predicted)
+        self.estimates_at(sequence.temperature).drafted.observe(len(tree.topology) > 1)
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return
@@ -87,6 +88,9 @@ class TextDrafter(Drafter):
         if proposal.match is not None:
             self._recycler.rates.observe(proposal.match, after)
         proposal.builder.learn([0, *verdict.path], after)
+
+    def skip(self, sequence: Sequence) -> None:
+        self.estimates_at(sequence.temperature).drafted.observe(False)
 
     def end(self, sequence: Sequence) -> None:
         """Forget the tree of a sequence. The table is kept: other texts share its n-grams."""

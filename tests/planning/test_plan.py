@@ -262,10 +262,24 @@ def test_local_statistics_precede_published_figures(monkeypatch):
     seen = Acceptance()
     for _ in range(50):
         seen.observe(3, 1)
-    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": Estimates(seen)}))
+    estimates = Estimates(seen)
+    for has_draft in (True, False, False):
+        estimates.drafted.observe(has_draft)
+    monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": estimates}))
     acceptance = assume("auto", NO_CHECKPOINTS, names, 0.0)
     assert "measured on this machine" in acceptance.source
     assert acceptance.by_rank == pytest.approx(seen.by_rank())
+    assert acceptance.drafted == pytest.approx(0.5, abs=0.01)
+
+
+def test_passes_without_a_draft_yield_one_token():
+    request = known_request()
+    always, half = (
+        predict(replace(request, acceptance=replace(request.acceptance, drafted=share)), MACHINE)
+        for share in (1.0, 0.5)
+    )
+    assert half.run.tokens_per_pass == pytest.approx((always.run.tokens_per_pass + 1) / 2)
+    assert half.run.pass_s == pytest.approx((always.run.pass_s + always.single.pass_s) / 2)
 
 
 def test_acceptance_can_be_given():
@@ -359,16 +373,20 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     assert f"other programs use {0.9 * n:.1f} of {n} CPUs: the" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("memory", ["100MB", "11.5MB"])
-def test_plan_of_local_weights_uses_timed_passes(memory, capsys, monkeypatch):
-    """Resident and streamed layers; the link is faster than these passes. Trees are recycled."""
+@pytest.mark.parametrize(("memory", "pass_s"), [("100MB", 4.0), ("11.5MB", 3.0)])
+def test_plan_of_local_weights_uses_timed_passes(memory, pass_s, capsys, monkeypatch):
+    """Resident and streamed layers; the link is faster than these passes. Trees are recycled.
+
+    Whole passes of resident layers are timed, with sampling and verification.
+    """
     measure_little(monkeypatch)
     times = ComputeTimes((1,), (0,), ((3.0,),))
     monkeypatch.setattr(profile, "compute_times", lambda *_: times)
+    monkeypatch.setattr(LLM, "time_plain", lambda *_: [4.0])
     result = planned(["--model", DEMO, "--device-memory", memory], capsys)
-    assert result["predicted_plain_seconds_per_token"] == pytest.approx(3.0)
+    assert result["predicted_plain_seconds_per_token"] == pytest.approx(pass_s)
     assert result["tokens_per_pass"] > 2
-    tokens = 3.0 / result["predicted_seconds_per_token"]
+    tokens = pass_s / result["predicted_seconds_per_token"]
     assert tokens == pytest.approx(result["tokens_per_pass"])
     assert "target: timed passes" in result["sources"]
     assert "Token Recycling" in result["acceptance"]["source"]

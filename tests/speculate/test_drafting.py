@@ -214,7 +214,7 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
     kind = kinds.get(drafter, "coupled-dynamic")
     assert f"{kind} 0.8" in learned
     drafted = [counts for key, counts in learned.items() if not re.match(r"recycled \d ", key)]
-    assert all(sum(tried) > 0 for (_, tried), _, _ in drafted)
+    assert all(sum(tried) > 0 for (_, tried), *_ in drafted)
     config = EngineConfig(str(pair.target), **pair.settings(drafter))
     assert f"of {kind} trees" in assumed("auto", 0.8, config, drafter).source
     assert counts_of(PairStats.load(*pair_ids)) == learned

@@ -146,6 +146,8 @@ def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypa
     with open_llm(**settings, place="resident", tree_size=12, max_model_len=128) as llm:
         for _ in range(4):
             answers += llm.generate([5] * 30, params)
+        drafted = llm.engine.drafter.estimates_at(0.0).drafted
+    assert drafted.hits < drafted.tries, "pauses count as passes"
     assert [answer.token_ids for answer in answers] == [[5] * 12] * 4
 
 
