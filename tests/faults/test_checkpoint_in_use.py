@@ -37,7 +37,6 @@ def _replace(path: Path) -> None:
 
 ENDS = {
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied": lambda path: os.truncate(path, 0),
     "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
     "lengthened": lambda path: os.truncate(path, path.stat().st_size + 1),
     "overwritten": lambda path: _overwrite(path, None),

@@ -41,9 +41,7 @@ with LLM(device="cpu", **settings) as llm:
 """
 
 
-def _said(
-    folder: Path, n: int, settings: dict, prompts: list, n_parts: int = 0, **params: object
-) -> tuple[str, list[str]]:
+def _said(folder: Path, n: int, settings: dict, prompts: list, n_parts: int = 0, **params: object):
     """Return the output of ranks and the tiers of rank 0; `n_parts` fixes the parts of a pass."""
     folder.mkdir()
     script = folder / "script.py"
@@ -56,52 +54,27 @@ def _said(
         return ranks[0].out, json.loads(ranks[0].err.splitlines()[-1])
 
 
-def _as_one(
-    folder: Path, n: int, settings: dict, prompts: list[list[int]], **params: object
-) -> list[str]:
-    """Assert that ranks print the output of one rank bit for bit; return the tiers of rank 0."""
-    text, tiers = _said(folder / "several", n, settings, prompts, **params)
-    single, _ = _said(folder / "one", 1, settings, prompts, **params)
-    assert text == single and len(text.splitlines()) == 2 * len(prompts)
-    return tiers
-
-
-def _greedy(folder: Path, settings: dict, expected: list[int], n_parts: int = 0) -> list[str]:
-    """Assert that two ranks give a text, two times; return the tiers of rank 0."""
-    given = folder / "ranks", 2, settings, [prompt_of(0)], n_parts
-    text, tiers = _said(*given, temperature=0)
-    assert [json.loads(line)[0] for line in text.splitlines()] == [expected] * 2
-    return tiers
-
-
-def test_resident_pipeline_equals_one_rank(zoo, tmp_path):
+def test_streamed_pipeline_equals_one_rank_bit_for_bit(zoo, tmp_path):
     """Read all rows of a prompt of three chunks beside a short prompt."""
-    settings = {"drafter": "none", "max_num_seqs": 2, "max_model_len": 180}
-    settings["model"] = str(zoo.directory("qwen3", 0))
+    settings = {"model": str(zoo.directory("llama-tied", 0)), "drafter": "none"}
+    settings |= {"max_num_seqs": 2, "max_model_len": 180}
+    with LLM.open(EngineConfig(**settings, device="cpu")) as whole:
+        little = {"device_memory": whole.plan.reserved.total + whole.plan.slot_nbytes}
     prompts = [prompt_of(0, 150), prompt_of(1, 30)]
-    tiers = _as_one(tmp_path, 3, settings, prompts, temperature=0.8, prompt_logprobs=0)
-    assert tiers == ["device"] * 2
-
-
-@pytest.mark.parametrize("drafter", ["none", "recycle"])
-def test_streamed_pipeline_equals_one_rank(drafter, zoo, tmp_path):
-    """Tree sizes depend on measured times; the tokens stay the same."""
-    settings = {"model": str(zoo.directory("llama-tied", 0)), "drafter": drafter}
-    settings |= {"max_model_len": 128} | ({} if drafter == "none" else {"tree_size": 8})
-    with LLM.open(EngineConfig(**settings, device="cpu", device_memory="1GB")) as whole:
-        settings["device_memory"] = whole.plan.reserved.total + 2 * max(whole.plan.layer_nbytes)
-    if drafter == "none":
-        tiers = _as_one(tmp_path, 2, settings, [prompt_of(0)])
-    else:
-        tiers = _greedy(tmp_path, settings, zoo.greedy("llama-tied", 0, 12))
-    assert "disk" in tiers
+    params = {"temperature": 0.8, "prompt_logprobs": 0}
+    text, tiers = _said(tmp_path / "several", 2, settings | little, prompts, **params)
+    assert text == _said(tmp_path / "one", 1, settings, prompts, **params)[0]
+    assert len(text.splitlines()) == 4 and "disk" in tiers
 
 
 def test_pipeline_with_draft_model_gives_the_targets_tokens(pair, tmp_path):
     """The draft is on rank 0; rows of a tree pass in three parts."""
     settings = {"model": str(pair.target), "draft_model": str(pair.draft)}
     settings |= {"max_model_len": 128, "tree_size": 8}
-    _greedy(tmp_path, settings, generate(pair.model, prompt_of(0), 12), n_parts=3)
+    text, tiers = _said(tmp_path / "ranks", 2, settings, [prompt_of(0)], 3, temperature=0)
+    expected = generate(pair.model, prompt_of(0), 12)
+    assert [json.loads(line)[0] for line in text.splitlines()] == [expected] * 2
+    assert {*tiers} == {"device"}
 
 
 def test_pipeline_requires_as_many_ranks(zoo):

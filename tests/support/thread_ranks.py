@@ -86,13 +86,6 @@ class ThreadRanks:
             queue.put(b"")
 
 
-class Alike(ThreadRanks):
-    """One rank of several whose other ranks contribute equal values."""
-
-    def _together(self, given: Any, make: Callable[[list[Any]], Any]) -> Any:
-        return make([given] * self.size)
-
-
 def together(size: int, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on each rank and return the results; raise the first error."""
     board = Board(size)
