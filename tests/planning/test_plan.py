@@ -130,21 +130,18 @@ def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
     write_checkpoint(tmp_path, config, llama_tensors(config))
     engine = EngineConfig(str(tmp_path), device="cpu", drafter="none", device_memory=1_000_000)
     with LLM.open(engine) as llm:
-        loaded = llm.plan
-        spec = llm.spec
-    checkpoint = spec.target.checkpoint
-    by_config = Sizes.of_spec(parse_architecture(config), DType.FLOAT32)
-    by_file = Sizes.of_checkpoint(checkpoint, DType.FLOAT32)
-    drafting = pick_drafter(engine)
-    memory = plan_memory(engine, drafting, (by_config, None), DType.FLOAT32, loaded.budget)
-    assert memory.plan.reserved == loaded.reserved
-    n_bytes = 4 * (2 * 40 * 16 + 16)  # embedding, head and norm, in float32
-    assert loaded.reserved.non_layer == by_file.non_layer_nbytes == n_bytes
-    assert memory.max_model_len == spec.memory.max_model_len
-    assert memory.cache_rows == spec.memory.cache_rows
+        loaded = llm.spec.memory
+        by_file = Sizes.of_checkpoint(llm.spec.target.checkpoint, DType.FLOAT32)
+    sizes = Sizes.of_spec(parse_architecture(config), DType.FLOAT32)
+    budget = loaded.plan.budget
+    memory = plan_memory(engine, pick_drafter(engine), (sizes, None), DType.FLOAT32, budget)
+    assert memory.plan.reserved == loaded.plan.reserved
+    # embedding, head and norm, in float32
+    assert memory.plan.reserved.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)
+    assert (memory.max_model_len, memory.cache_rows) == (loaded.max_model_len, loaded.cache_rows)
     # On a device every tensor begins at a multiple of 256 bytes.
-    padding = 256 * len(checkpoint.spec.layer_tensors(0))
-    for exact, packed in zip(by_file.layer_nbytes, by_config.layer_nbytes, strict=True):
+    padding = 256 * len(by_file.spec.layer_tensors(0))
+    for exact, packed in zip(by_file.layer_nbytes, sizes.layer_nbytes, strict=True):
         assert exact <= packed <= exact + padding
 
 

@@ -10,7 +10,7 @@ import torch
 import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.plans import MIXTURE, known_request, known_sizes, planned, request
+from support.plans import MIXTURE, known_request, planned, request
 from support.tiny import measure_little, open_unloaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -222,21 +222,6 @@ def test_short_context_is_reported_with_a_remedy(capsys):
 TARGETS = ("llama3.3-70b", "qwen3-32b", "qwen3.5-27b", "gpt-oss-120b")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "name", "gib"),
-    [
-        ("qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", 3.96),
-        ("gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 1.46),
-        ("gpt-oss-120b", "gpt-oss-20b", 12.82),
-    ],
-)
-def test_sizes_equal_the_published_files(target, name, gib):
-    entry = next(entry for entry in published(target) if entry.name == name)
-    sizes = entry.sizes(known_sizes(target))
-    assert sizes is not None and sizes.nbytes / 2**30 == pytest.approx(gib, abs=0.005)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_fitted_acceptance_reaches_the_published_tokens(target):
     figures = [figure for entry in published(target) for figure in entry.figures]
@@ -255,11 +240,17 @@ def test_fitted_acceptance_reaches_the_published_tokens(target):
 def test_drafters_are_ranked_with_their_sources(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Machine.with_card(find_card("rtx4090"), 192 << 30, 7.0)
-    for target in ("qwen3-32b", "qwen3.5-27b"):
+    for target, head, gib in (
+        ("gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash", 1.46),
+        ("gpt-oss-120b", "gpt-oss-20b", 12.82),
+        ("qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", 3.96),
+    ):
         choices = compare(known_request(target, None), machine, 0.0)
         names = {choice.drafter for choice in choices}
         assert {"none", "recycle", "self", "adaptive_tree", "mtp"} & names
         assert all(choice.source for choice in choices)
+        (nbytes,) = (choice.nbytes for choice in choices if choice.name == head)
+        assert nbytes / 2**30 == pytest.approx(gib, abs=0.005)  # of the published file
         forecasts = [choice.forecast for choice in choices if choice.forecast]
         seconds = [forecast.run.seconds_per_token for forecast in forecasts]
         assert seconds == sorted(seconds) and len(seconds) > 1

@@ -3,17 +3,14 @@
 import json
 import re
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.experts import open_touched
 from support.plans import known_sizes, planned, request
 from support.tiny import measure_little
-from transformers import MixtralConfig, MixtralForCausalLM
 
-from offload_rt import LLM
 from offload_rt.cli import plan, run
 from offload_rt.cli.format import format_speed
 from offload_rt.config import EngineConfig
@@ -62,22 +59,14 @@ def test_rank_has_its_part_of_every_matrix_and_all_norms(n):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_exchanged_bytes_equal_a_ring(n):
-    """A sum of vectors is received in two rounds, by n - 1 chunks each; parts are gathered."""
-
-    def gathered(width: int) -> int:
-        return width - width // n
-
-    def summed(width: int) -> int:
-        return 2 * gathered(width)
-
-    part = Parallelism(n).part(WHOLE).spec
-    head = 2 * gathered(VOCAB)
-    assert Parallelism(n).received(part, 2) == 4 * (2 * LAYERS + 1) * summed(D) + head
-    exact = LAYERS * (gathered(D) + gathered(D) + gathered(INNER) + gathered(D))
-    whole_sums = Parallelism(n, exact=True)
-    assert whole_sums.received(whole_sums.part(WHOLE).spec, 2) == 2 * exact + 4 * summed(D) + head
-    # (2 + 3.5 + 1) numbers against 4, of two bytes against four of sums.
-    assert 2 * exact / (4 * 2 * LAYERS * summed(D)) == pytest.approx(6.5 * 2 / (4 * 4))
+    """A rank receives (n - 1) / n of gathered vectors, and of sums twice as much."""
+    ranks, exact = Parallelism(n), Parallelism(n, exact=True)
+    sums = 2 * 4 * D
+    head = 2 * VOCAB
+    gathered = 2 * LAYERS * (3 * D + INNER)
+    for parallelism, nbytes in ((ranks, (2 * LAYERS + 1) * sums), (exact, gathered + sums)):
+        received = parallelism.received(parallelism.part(WHOLE).spec, 2)
+        assert received == (nbytes + head) * (n - 1) // n
 
 
 def test_two_ranks_move_half_the_layers_over_each_link():
@@ -154,28 +143,9 @@ def test_draft_is_planned_where_it_is_faster(more, place, capsys):
     assert [speed for _, speed in told] == [format_speed(s) for s in by_place]
 
 
-GPT_OSS_EXPERT = (5760 + 2880) * 2880 * 17 // 32 + 2 * (5760 + 2880)  # and its biases
-
-
 def forecast_experts(name: str, ram: int = 64 << 30) -> Forecast:
     target, _ = find_models(EngineConfig(name))
     return predict(request(target), Machine.with_card(CARD, ram, 7.0))
-
-
-@pytest.mark.parametrize(("name", "n_layers", "n_experts", "n_used", "nbytes"), [
-    ("qwen3-30b-a3b", 48, 128, 8, 2 * 3 * 2048 * 768),
-    ("mixtral-8x7b", 32, 8, 2, 2 * 3 * 4096 * 14336),
-    ("gpt-oss-120b", 36, 128, 4, GPT_OSS_EXPERT),
-])  # fmt: skip
-def test_experts_are_found_in_the_shapes_of_a_model(name, n_layers, n_experts, n_used, nbytes):
-    sizes = find_models(EngineConfig(name))[0]
-    divided = sizes.by_expert()
-    mixture = divided.experts.mixture
-    assert (len(mixture.layers), *mixture[1:]) == (n_layers, n_experts, n_used)
-    assert divided.experts.nbytes == pytest.approx(nbytes, rel=1e-4)
-    experts_nbytes = n_layers * n_experts * divided.experts.nbytes
-    assert sum(divided.layer_nbytes) + experts_nbytes == pytest.approx(sum(sizes.layer_nbytes))
-    assert find_models(EngineConfig("llama2-7b"))[0].by_expert() is None
 
 
 def test_gpt_oss_config_gives_the_size_of_its_checkpoint(mxfp4_checkpoint, tmp_path):
@@ -195,6 +165,7 @@ def test_missing_experts_cross_the_link_in_every_pass() -> None:
     result = forecast_experts("qwen3-30b-a3b")
     plan = result.memory_plan.plan
     expert = plan.experts.nbytes
+    assert expert == pytest.approx(2 * 3 * 2048 * 768, rel=1e-4)
     room = plan.budget.device - plan.reserved.total + plan.reserved.experts
     assert plan.n_expert_slots == (room - sum(plan.layer_nbytes)) // expert
     assert plan.tiers == ("device",) * 48 and plan.experts.n_on_host == 48 * 128
@@ -231,47 +202,22 @@ def test_streamed_layers_precede_experts_in_host_memory() -> None:
     assert 0 <= free < 4 * max(plan.layer_nbytes)
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a mixture with experts that are much larger than the rest of its layers."""
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 96}
-    config = MixtralConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
-    folder = tmp_path_factory.mktemp("mixture")
-    MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def with_slots(mixture: Path, n_slots: int, **settings: Any) -> EngineConfig:
-    """Settings with room for so many experts, all other weights on the device."""
-    config = EngineConfig(str(mixture), device="cpu", max_model_len=64, **settings)
-    with LLM.open(config) as llm:
-        divided = llm.spec.target.sizes.by_expert()
-        reserved = llm.plan.reserved.total
-    nbytes = reserved + sum(divided.layer_nbytes) + n_slots * divided.experts.nbytes
-    return replace(config, device_memory=nbytes)
-
-
-@pytest.mark.parametrize("drafter", ["none", "recycle"])
-def test_plan_and_run_agree_for_a_mixture(mixture, drafter, monkeypatch, capsys):
+@pytest.mark.parametrize("drafting", [{}, {"drafter": "recycle", "tree_size": 8}])
+def test_plan_and_run_agree_for_a_mixture(mixture_of, drafting, monkeypatch, capsys):
     """`offload-rt plan`, `run --plan` and the run have the same placement and limits."""
     measure_little(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = with_slots(mixture, 5, drafter=drafter)
-    flags = ["--model", str(mixture), "--max-model-len", "64", "--json"]
-    flags += ["--device-memory", str(config.device_memory), "--drafter", drafter]
-    with LLM.open(config) as llm:
-        llm.load()
+    folder = mixture_of("mixtral")[1]
+    with open_touched(folder, 5, max_model_len=64, **drafting) as llm:
         loaded = llm.spec.memory
-        assert llm.engine.runner.experts is not None
         assert llm.engine.drafter.limits == loaded.limits
-    assert 5 <= loaded.plan.n_expert_slots < 32
-    expected = json.loads(json.dumps(asdict(loaded.plan)))
-    moved = loaded.plan.pass_bytes.at(16)
+    settings = {"drafter": "none", "device_memory": loaded.plan.budget.device} | drafting
+    flags = ["--model", str(folder), "--max-model-len", "64", "--json"]
+    flags += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     lengths = ["--context", "16", "--max-new-tokens", "8"]
     for main, more in ((plan.main, lengths), (run.main, ["--plan"])):
         assert main([*flags, *more]) == 0
         printed = json.loads(capsys.readouterr().out)
-        assert printed["plan"] == expected
+        assert printed["plan"] == json.loads(json.dumps(asdict(loaded.plan)))
         assert printed["max_tree_nodes"] == loaded.limits.n_nodes
-        assert printed["link_bytes"] == moved
+        assert printed["link_bytes"] == loaded.plan.pass_bytes.at(16, printed["tree_nodes"])
