@@ -117,15 +117,6 @@ def test_damaged_cache_file_reads_as_empty(cache):
     assert files.read_cached("x.json", 1) == {}
 
 
-def test_damaged_caches_are_measured_again(drafted, line, whole, cache):
-    for name in NAMES:
-        content = (cache / name).read_text()
-        (cache / name).write_text(content.replace("1", "2"))
-    (cache / "kernels").mkdir()
-    (cache / "kernels" / "_cpu3-e04864cd1d672ed8.so").write_bytes(b"")
-    assert line(*drafted) == whole
-
-
 def test_concurrent_writers_never_expose_partial_files(cache):
     def write(n: int) -> bool:
         files.write_cached("x.json", 1, {str(n): "x" * 50_000})

@@ -24,6 +24,7 @@ from support.checkpoints import (
 from support.command_line import PROMPT, one_sentence
 from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
 
+from bench.models.tiny import config_of
 from offload_rt.errors import OffloadError
 from offload_rt.models.families import parse_architecture
 from offload_rt.text.detokenize import TextStream, encode, load_tokenizer
@@ -41,17 +42,7 @@ GROWTH = 600 << 20  # bytes that all cases together may take beyond what was tak
 
 FEW_TOKENS = ["--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
 INDEX = "model.safetensors.index.json"
-FAMILIES = (
-    {}, {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8},
-    {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
-        "sliding_window": 8, "max_window_layers": 1, "head_dim": None,
-    },
-    {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
-        "layer_types": ["full_attention"] * 3,
-    },
-)  # fmt: skip
+FAMILIES = [config_of(kind).to_dict() for kind in ("llama", "mistral", "qwen2", "qwen3")]
 ROPES = (
     None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
@@ -84,22 +75,18 @@ def _survives(call: Callable[[], Any], seed: object) -> None:
 
 def _header(chance: random.Random, entries: Any, data: bytes) -> bytes:
     """A safetensors file that was spoilt somewhere."""
-    match chance.randrange(10):
-        case 0 | 1:
-            return spoil_length(file_bytes(entries, data), chance)
-        case 2:
-            return spoil_bytes(file_bytes(entries, data), chance)
-        case 3:
-            text = spoil_text(json.dumps(entries), chance)
-            return _framed(text.encode("utf-8", "surrogatepass"), data)
-        case _:
-            for _ in range(chance.choice((1, 1, 2, 3))):
-                entries = spoil_value(entries, chance)
-            return _framed(json.dumps(entries).encode("utf-8", "surrogatepass"), data)
-
-
-def _framed(header: bytes, data: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + data
+    kind = chance.randrange(10)
+    if kind < 3:
+        spoil = spoil_length if kind else spoil_bytes
+        return spoil(file_bytes(entries, data), chance)
+    if kind == 3:
+        header = spoil_text(json.dumps(entries), chance)
+    else:
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            entries = spoil_value(entries, chance)
+        header = json.dumps(entries)
+    raw = header.encode("utf-8", "surrogatepass")
+    return len(raw).to_bytes(8, "little") + raw + data
 
 
 def test_hostile_headers(tmp_path):
@@ -122,7 +109,7 @@ def test_hostile_configs(tmp_path):
     path = tmp_path / "config.json"
     for seed in range(N_CONFIGS):
         chance = random.Random(seed)
-        config = llama_config(**chance.choice(FAMILIES))
+        config = dict(chance.choice(FAMILIES))
         if rope := chance.choice(ROPES):
             name = chance.choice(("rope_scaling", "rope_parameters"))
             config[name] = {"rope_theta": 10000.0, **rope}

@@ -1,4 +1,4 @@
-"""Faults inside one process: messages after failed reads, and use of the `LLM` afterwards."""
+"""Faults inside one process: failed reads and writes, and checkpoints that change."""
 
 import _thread
 import contextlib
@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from support.checkpoints import llama_config, llama_tensors, write_checkpoint
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint, write_file
 from support.command_line import PROMPT, one_sentence
 from support.programs import wait_until
 
@@ -22,6 +23,8 @@ from offload_rt.engine import builder
 from offload_rt.errors import LinkError, OffloadError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.mirrors import DirectFiles
+from offload_rt.system.trace import Trace
+from offload_rt.weights.checkpoint import open_checkpoint
 
 
 def _spoil_after(n_reads: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -191,3 +194,103 @@ def test_draft_with_nan_logits_is_disabled_for_its_sequence(tmp_path, drafter, r
     assert rule != "coupled" or [output.token_ids for output in outputs] == expected
     assert [len(output.token_ids) for output in outputs] == [8, 8]
     assert outputs[0].stats.nodes_per_tree == 1 < outputs[1].stats.nodes_per_tree
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--plan"], ["--help"]])
+def test_closed_pipes_and_full_disks_under_stdout(more, line, speaks, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    for file, code in ((write, 0), (os.open("/dev/full", os.O_WRONLY), 3)):
+        # closing raises where what could not be written is still there
+        with os.fdopen(file, "w", encoding="utf-8") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            ended, _, err = line(*speaks("--max-new-tokens", "4", *more))
+        assert ended == code
+        if code:
+            one_sentence(err, "No space left")
+        else:
+            assert err == ""
+
+
+@pytest.mark.parametrize("name", [".", "no/such/folder/t.json", "x" * 300])
+def test_unwritable_trace_is_reported_before_the_run(name, line, speaks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = line(*speaks("--trace", name))
+    assert (code, out) == (2 if "/" in name else 3, "")
+    one_sentence(err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_trace_write_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    Trace().write(path)
+    before = path.read_text()
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        Trace().write(path)
+    assert path.read_text() == before
+    assert [*tmp_path.iterdir()] == [path]
+
+
+WEIGHTS = "model.safetensors"
+
+
+def _overwrite(path: Path, value: float | None) -> None:
+    """Write other weights into the same file: of another seed, or all of one value."""
+    tensors = llama_tensors(json.loads((path.parent / "config.json").read_text()), seed=1)
+    if value is not None:
+        tensors = {name: tensor.fill_(value) for name, tensor in tensors.items()}
+    other = path.with_name("other")
+    write_file(other, tensors)
+    with path.open("r+b") as file:
+        file.write(other.read_bytes())
+    other.unlink()
+
+
+def _replace(path: Path) -> None:
+    shutil.copy(path, path.with_name("new"))
+    _overwrite(path.with_name("new"), None)
+    path.with_name("new").replace(path)
+
+
+ENDS = {
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "lengthened": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "overwritten": lambda path: _overwrite(path, None),
+    "overwritten by no numbers": lambda path: _overwrite(path, float("nan")),
+}
+GOES_ON = {
+    "deleted": Path.unlink,
+    "replaced": _replace,
+    "the folder deleted": lambda path: shutil.rmtree(path.parent),
+    "its mode changed": lambda path: path.chmod(0),
+}
+
+
+@pytest.mark.parametrize("name", [*ENDS, *GOES_ON])
+def test_checkpoint_changed_during_a_run(name, model, begins_with, tmp_path):
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    text = ""
+    with LLM(str(copy), device="cpu", max_model_len=128, device_memory=1_000_000) as llm:
+        assert llm.plan.tiers.count("disk") > 3
+        pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=60))
+        text += next(pieces).text + next(pieces).text
+        {**ENDS, **GOES_ON}[name](copy / WEIGHTS)
+        if name in ENDS:
+            with pytest.raises(LinkError, match=WEIGHTS):
+                for piece in pieces:
+                    text += piece.text
+        else:
+            text += "".join(piece.text for piece in pieces)
+            assert len(text) >= 60
+    assert text and begins_with.startswith(text)
+
+
+@pytest.mark.parametrize("name", ["overwritten", "replaced"])
+def test_file_changed_between_header_and_weights(name, model, tmp_path):
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    checkpoint = open_checkpoint(copy)
+    {**ENDS, **GOES_ON}[name](copy / WEIGHTS)
+    with pytest.raises(LinkError, match="changed while in use"):
+        DiskTier(checkpoint.layers)

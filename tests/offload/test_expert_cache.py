@@ -1,5 +1,6 @@
 """Caches of experts: needed experts arrive, cached experts are not read again."""
 
+import copy
 import random
 import re
 import threading
@@ -188,42 +189,36 @@ def test_texts_equal_transformers(mixture_of, kind, monkeypatch):
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
     """According to transformers' routers, without cached experts; prefetching is disabled here."""
     model, folder = mixture_of("qwen3_moe")
+    model = copy.deepcopy(model)
     monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
     chosen = []
     prompt = prompt_of(4, 9, 150)
     text = [*prompt, *generate(model, prompt, 8)]
-    hooks = [
+    for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2]))
-        for layer in model.model.layers
-    ]
     model(torch.tensor([text]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
     with open_touched(folder, 7, watch=True) as llm:
         runner = runner_of(llm)
         cache = runner.experts
+        meter = runner.streamer.meter
         rows = runner.new_cache(len(text))
-        of_block = [cache.tier._source.nbytes(i) for i in range(32)]
         arrive = cache.arrive
-        missing = []
-        touched = []
+        missing, touched = [], []
 
         def watched(k, n_rows, work):
-            blocks = [8 * k + expert for expert in n_rows]
-            missing.extend(block for block in blocks if block not in cache._slot_of)
+            missing.extend({8 * k + expert for expert in n_rows} - cache._slot_of.keys())
             touched.append(set(n_rows))
             return arrive(k, n_rows, work)
 
         monkeypatch.setattr(cache, "arrive", watched)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):
-            n_before, before = cache.n_fetched, runner.streamer.meter.read()[0]
+            n_before, before = cache.n_fetched, meter.read()[0]
             missing.clear()
             touched.clear()
             feed(runner, rows, text[start:stop], Topology.chain(stop - start))
             runner.commit(rows, range(stop - start))
             assert touched == [set(experts[start:stop].flatten().tolist()) for experts in chosen]
-            nbytes = sum(of_block[block] for block in missing)
-            assert runner.streamer.meter.read()[0] - before == nbytes
+            assert meter.read()[0] - before == sum(map(cache.tier._source.nbytes, missing))
             assert cache.n_fetched - n_before == len(missing)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import assume, given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from offload_rt.errors import CapacityError
 from offload_rt.offload.placement import (
+    LinkSizes,
     MemoryBudget,
     Plan,
     ReservedMemory,
@@ -23,10 +25,11 @@ def check(plan: Plan, layers: list[int], need: ReservedMemory, budget: MemoryBud
     """Assert that a plan is within its budget and predicts the bytes of a pass."""
     assert plan.layer_nbytes == tuple(layers) and len(plan.tiers) == len(layers)
     of = dict.fromkeys(("device", "host", "disk"), 0)
-    for tier, n in zip(plan.tiers, layers, strict=True):
-        of[tier] += n
+    for tier, n, encoded in zip(plan.tiers, layers, plan.link.layer_nbytes, strict=True):
+        of[tier] += n if tier == "device" else encoded
     reserved = need.non_layer + need.cache + need.scratch
-    used = reserved + of["device"] + plan.n_slots * max(layers)
+    moving = plan.n_slots * max(layers) + (plan.link.buffer if plan.n_slots else 0)
+    used = reserved + of["device"] + moving
     assert used == plan.device_nbytes <= budget.device and of["host"] <= budget.host
     assert plan.streamed_nbytes == of["host"] + of["disk"]
     on_link = plan.streamed_nbytes if budget.has_card else of["host"]
@@ -61,19 +64,24 @@ def test_plan_stays_within_its_budgets(layers, need, share, host):
 SHARE, HOST, BUFFERS = st.floats(0, 1), st.floats(0, 1.2), st.integers(0, 1000)
 
 
-@given(layers=LAYERS, need=NEED, share=SHARE, host=HOST, buffers=BUFFERS)
-def test_host_layers_and_disk_slots_stay_within_the_host_budget(layers, need, share, host, buffers):
-    budget = least_budget(layers, need) + int(share * sum(layers))
+@given(layers=LAYERS, need=NEED, share=SHARE, host=HOST, buffers=BUFFERS, n_saved=st.integers(0, 9))
+def test_host_layers_and_disk_slots_stay_within_the_host_budget(
+    layers, need, share, host, buffers, n_saved
+):
+    """Also of encoded layers, which are smaller on the host, beside a buffer for decoding."""
+    link = LinkSizes(tuple(max(n - n_saved, 1) for n in layers), max(layers), n_saved)
+    budget = least_budget(layers, need, link) + int(share * sum(layers))
     beside = MemoryBudget(budget, int(host * sum(layers)), has_card=True, buffers=buffers)
+    place = partial(place_layers, layers, need, link=link)
     try:
-        plan = place_layers(layers, need, beside)
+        plan = place(beside)
     except CapacityError as error:
         least = int(re.search(r"\((\d+) bytes\)", error.need).group(1))
         assert "--host-memory" in error.change and least > beside.host
         beside = replace(beside, host=least)
-        plan = place_layers(layers, need, beside)
+        plan = place(beside)
         with pytest.raises(CapacityError):
-            place_layers(layers, need, replace(beside, host=least - 1))
+            place(replace(beside, host=least - 1))
     check(plan, layers, need, beside)
     for now in (plan, with_host_slots(plan)) if "host" in plan.tiers else (plan,):
         assert now.host_nbytes + buffers <= now.budget.host or set(now.tiers) == {"device"}
@@ -96,12 +104,22 @@ def test_budget_named_by_the_error_is_the_smallest(layers, need):
         assert caught.value.change.startswith(advice)
 
 
-@given(n=st.integers(3, 90), need=NEED, fits=st.integers(2, 88), hosted=st.integers(0, 90))
-def test_spare_memory_holds_layers_spread_evenly(n, need, fits, hosted):
-    """Of equal layers `fits` fit: two or three are slots, and the others are resident."""
+@given(
+    n=st.integers(3, 90), need=NEED, fits=st.integers(2, 88), hosted=st.integers(0, 90),
+    encoded=st.sampled_from([100, 70]),
+)  # fmt: skip
+def test_spare_memory_holds_layers_spread_evenly(n, need, fits, hosted, encoded):
+    """Of equal layers `fits` fit: two or three are slots, and the others are resident.
+
+    Encoded layers are smaller on the host; a device needs a buffer for decoding.
+    """
     assume(fits < n)
-    budget = MemoryBudget(need.total + fits * 100 + 50, hosted * 100)
-    plan = place_layers([100] * n, need, budget)
+    buffer = 100 - encoded
+    budget = MemoryBudget(need.total + fits * 100 + 50 + buffer, hosted * encoded)
+    link = LinkSizes((encoded,) * n, 100, buffer)
+    plan = place_layers([100] * n, need, budget, link)
+    assert plan.device_nbytes == need.total + fits * 100 + buffer
+    assert plan.streamed_nbytes == encoded * (n - plan.tiers.count("device"))
     assert plan.n_slots == min(3, fits)
     assert plan.tiers.count("device") == fits - plan.n_slots
     streamed = tuple(tier for tier in plan.tiers if tier != "device")

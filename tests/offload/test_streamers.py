@@ -311,27 +311,19 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(make, files, mon
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(
-    "kinds", [("host",) * 6, ("disk", "host", "device", "disk", "host", "disk"), ("device",) * 6]
-)
 @every_bench
-def test_meter_counts_each_device_copy_once(make, kinds, files):
-    """Resident layers need no copies and no threads."""
+def test_meter_counts_each_device_copy_once(make, files):
     n_slots = 2
     n_sweeps = 6
-    with bench(make, files, kinds, n_slots if set(kinds) != {"device"} else 0) as b:
+    with bench(make, files, ("disk", "host", "device", "disk", "host", "disk"), n_slots) as b:
         for _ in range(n_sweeps):
             b.sweep()
-        meter = b.streamer.meter
-        n_streamed = len(kinds) - kinds.count("device")
-        if not n_streamed:
-            assert (*meter.read(), meter.waited_s) == (0, 0.0, 0.0)
-        elif make is not Host:
-            layout = pack(stream_layers()[0]).layout  # all layers have the same
-            least = n_sweeps * n_streamed * sum(slot.nbytes for slot in layout.entries)
-            # Copies of the next pass may have been counted.
-            most = (n_sweeps * n_streamed + n_slots) * layout.nbytes
-            assert least <= meter.read()[0] <= most
+        nbytes = b.streamer.meter.read()[0]
+    layout = pack(stream_layers()[0]).layout  # all layers have the same
+    least = n_sweeps * 5 * sum(slot.nbytes for slot in layout.entries)
+    # Copies of the next pass may have been counted.
+    most = (n_sweeps * 5 + n_slots) * layout.nbytes
+    assert make is Host or least <= nbytes <= most
 
 
 @every_bench

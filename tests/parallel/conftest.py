@@ -1,5 +1,6 @@
 """Ranks that are threads take the place of those of torchrun."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,10 @@ def threads_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def ranks_parse_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse a checkpoint once in each rank, which plans it several times."""
+    parsed = functools.cache(lambda ranks, path: open_checkpoint(path))
 
-    def parsed(path: Path) -> Checkpoint:
-        known = MINE.__dict__.setdefault("checkpoints", {}) if hasattr(MINE, "ranks") else {}
-        if path not in known:
-            known[path] = open_checkpoint(path)
-        return known[path]
+    def read(path: Path) -> Checkpoint:
+        ranks = getattr(MINE, "ranks", None)
+        return parsed(ranks, path) if ranks else open_checkpoint(path)
 
-    monkeypatch.setattr(offload_rt.llm, "open_checkpoint", parsed)
+    monkeypatch.setattr(offload_rt.llm, "open_checkpoint", read)

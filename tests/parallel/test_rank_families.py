@@ -1,6 +1,5 @@
 """Ranks divide mixtures, gated delta nets, models without a plan, streamed experts."""
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fixtures import random_models
 from support.heads import few_tokens, random_head, small_target, write_head
 from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
 from support.tiny import generate, keep_steady, measure_little, open_llm, prompt_of
@@ -37,24 +37,16 @@ KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm", "gemma2"
 
 
 @pytest.fixture(scope="module")
-def model_of(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], tuple[Any, Path, list[int]]]:
-    """Return a function from model type to the model, its checkpoint and its greedy text."""
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Return a function from model type to a model of eight experts and its checkpoint."""
 
-    @functools.cache
-    def get(kind: str) -> tuple[Any, Path, list[int]]:
-        folder = tmp_path_factory.mktemp(kind)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-                patch.setitem(bench.models.tiny.SIZES, name, 8)
-            # whose sum has an order
-            patch.setitem(bench.models.tiny.SIZES, "num_experts_per_tok", 4)
-            model = random_model(config_of(kind))
-        model.save_pretrained(folder)
-        return model, folder, generate(model, prompt_of(0, 15, 150), 8)
+    def change(kind: str, config: Any) -> None:
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if hasattr(config, name):
+                setattr(config, name, 8)
+                config.num_experts_per_tok = 4  # whose sum has an order
 
-    return get
+    return random_models(tmp_path_factory, change)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +56,11 @@ def model_of(
 )  # fmt: skip
 def test_greedy_tokens_of_two_ranks_equal_transformers(model_of, kind, is_exact):
     """With layers in memory; and exactly, with layers of the disk."""
-    _, folder, expected = model_of(kind)
+    model, folder = model_of(kind)
+    prompt = prompt_of(0, 15, 150)
     place = "disk" if is_exact else "resident"
     settings = {"dtype": "float32", "place": place, "exact_parallel": is_exact}
-    assert divided_tokens(2, folder, prompt_of(0, 15, 150), 8, **settings) == expected
+    assert divided_tokens(2, folder, prompt, 8, **settings) == generate(model, prompt, 8)
 
 
 @pytest.mark.parametrize(

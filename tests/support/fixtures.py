@@ -120,7 +120,7 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _models(tmp_path_factory, change):
+def random_models(tmp_path_factory, change):
     """Return a function from model type to a random model of a changed config, and its folder."""
 
     @functools.cache
@@ -144,7 +144,7 @@ def model_of(tmp_path_factory):
             config.alibi = True
             config.new_decoder_architecture = config.multi_query = False
 
-    return _models(tmp_path_factory, change)
+    return random_models(tmp_path_factory, change)
 
 
 @pytest.fixture(scope="session")
@@ -156,4 +156,4 @@ def mixture_of(tmp_path_factory):
             if hasattr(config, name):
                 setattr(config, name, 8)
 
-    return _models(tmp_path_factory, change)
+    return random_models(tmp_path_factory, change)
