@@ -23,7 +23,6 @@ from offload_rt.engine import builder
 from offload_rt.errors import LinkError, OffloadError
 from offload_rt.offload.disk import DiskTier
 from offload_rt.offload.mirrors import DirectFiles
-from offload_rt.system.trace import Trace
 from offload_rt.weights.checkpoint import open_checkpoint
 
 
@@ -219,17 +218,6 @@ def test_unwritable_trace_is_reported_before_the_run(name, line, speaks, tmp_pat
     assert (code, out) == (2 if "/" in name else 3, "")
     one_sentence(err)
     assert not list(tmp_path.iterdir())
-
-
-def test_trace_write_is_atomic(tmp_path, monkeypatch):
-    path = tmp_path / "t.json"
-    Trace().write(path)
-    before = path.read_text()
-    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space"):
-        Trace().write(path)
-    assert path.read_text() == before
-    assert [*tmp_path.iterdir()] == [path]
 
 
 WEIGHTS = "model.safetensors"

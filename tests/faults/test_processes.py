@@ -50,12 +50,14 @@ sys.exit(run_program(lambda: run.main(arguments)))
 """
 
 _FORGETFUL = """
-import sys
+import json, sys
 from offload_rt import LLM, SamplingParams
-llm = LLM(sys.argv[1], device="cpu", max_model_len=64, drafter="none")
-print(len(llm.generate("a", SamplingParams(max_tokens=20))[0].token_ids))
+settings = {"device": "cpu", "max_model_len": 64} | json.loads(sys.argv[1])
+llm = LLM(*sys.argv[2:], **settings)
+n_tokens = len(llm.generate("a", SamplingParams(max_tokens=20))[0].token_ids)
+print(n_tokens, llm.plan.tiers.count("disk") > 0)
 try:
-    LLM(sys.argv[1], device="cpu", max_model_len=64)
+    LLM(*sys.argv[2:], **settings)
 except Exception as error:
     print(error)
 """
@@ -118,10 +120,10 @@ def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
 
 
 def test_script_with_one_llm_need_not_close_it(model, tmp_path):
-    with run_script(_FORGETFUL, tmp_path, model) as ranks:
+    with run_script(_FORGETFUL, tmp_path, json.dumps({"drafter": "none"}), model) as ranks:
         assert [rank.code() for rank in ranks] == [0, 0]
         refusal = "a second LLM in a run of several ranks; use the existing LLM, or start a new run"
-        assert ranks[0].out.splitlines() == ["20", refusal]
+        assert ranks[0].out.splitlines() == ["20 False", refusal]
         assert (ranks[1].out, ranks[1].err) == ("", "")
 
 
@@ -228,19 +230,10 @@ def test_closed_reader_ends_a_run_quietly(endless, begins_with, tmp_path):
         assert (program.code(), program.err) == (0, "")
 
 
-_KEEPING = """
-import sys
-from offload_rt import LLM, SamplingParams
-target, draft = sys.argv[1:]
-llm = LLM(target, draft, device="cpu", max_model_len=64, device_memory=1_500_000, tree_size=8)
-assert llm.plan.tiers.count("disk")
-print(len(llm.generate("a", SamplingParams(max_new_tokens=20))[0].token_ids))
-"""
-
-
 def test_program_without_close_ends_and_saves_statistics(model, draft, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(_KEEPING)
-    with started(str(script), [str(model), str(draft)], tmp_path) as (program,):
-        assert (program.code(), program.out, program.err) == (0, "20\n", "")
+    script.write_text(_FORGETFUL)
+    settings = json.dumps({"device_memory": 1_500_000, "tree_size": 8})
+    with started(str(script), [settings, str(model), str(draft)], tmp_path) as (program,):
+        assert (program.code(), program.out, program.err) == (0, "20 True\n", "")
     assert (tmp_path / "cache" / "offload_rt" / "pairs.json").exists()

@@ -40,7 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM
 from offload_rt.cli import convert
 from offload_rt.config import EngineConfig
 from offload_rt.engine import link, loader, profile, ranks_spec
@@ -523,25 +523,6 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     message, short = together(2, lambda: work(n, -n))
     assert message.startswith("another rank has too little memory")
     assert short.startswith("the device memory budget is too")
-
-
-def test_sampled_batches_equal_one_rank(pair, monkeypatch):
-    """With shared prefixes and seeds under the coupled rule."""
-    keep_steady(monkeypatch)
-    prompts = [prompt_of(7, 30), prompt_of(7, 30)[:20] + prompt_of(8, 5), prompt_of(9, 12)]
-    params = [
-        SamplingParams(max_tokens=12, temperature=0.8, seed=seed, ignore_eos=True)
-        for seed in (1, 2, 3)
-    ]
-
-    def work() -> list[list[int]]:
-        settings = pair.settings("adaptive_tree", "coupled") | {"max_num_seqs": 2}
-        with open_llm(pair.target, **settings) as llm:
-            first = llm.generate(prompts, params, use_tqdm=False)
-            again = llm.generate([prompts[0] + first[0].token_ids], params[0])
-            return [output.token_ids for output in [*first, *again]]
-
-    assert work() == together(2, work)[0]
 
 
 def test_all_ranks_time_passes(pair, monkeypatch):
