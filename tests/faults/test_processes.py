@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.command_line import PROMPT, surroundings
+from support.command_line import PROMPT
 from support.programs import PATIENCE_S, Program, started, wait_until
 
 from offload_rt import LLM
@@ -172,26 +170,17 @@ def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_ends_all_ranks(model, tmp_path):
-    """When rank 1 is killed."""
-    line = "-m torch.distributed.run --standalone --nproc-per-node 2 -m offload_rt.run --model"
-    env = surroundings(XDG_CACHE_HOME=str(tmp_path / "cache"))
-    with (tmp_path / "err").open("w") as err:
-        run = subprocess.Popen(
-            [sys.executable, *line.split(), str(model), *ENDLESS],
-            stdout=subprocess.PIPE, stderr=err, env=env, cwd=tmp_path, start_new_session=True,
-        )  # fmt: skip
-    try:
-        assert len(os.read(run.stdout.fileno(), 1)) == 1
-        ranks = psutil.Process(run.pid).children()
+    """Rank 1 is killed."""
+    flags = ["--standalone", "--nproc-per-node", "2", "-m", "offload_rt.run", "--model"]
+    with started("torch.distributed.run", [*flags, str(model), *ENDLESS], tmp_path) as (program,):
+        wait_until(lambda: program.out)
+        ranks = psutil.Process(program.process.pid).children()
         (killed,) = (rank for rank in ranks if rank.environ()["RANK"] == "1")
         killed.kill()
-        run.communicate(timeout=PATIENCE_S)
-        assert run.returncode != 0 and not any(rank.is_running() for rank in ranks)
-        lines = (tmp_path / "err").read_text().splitlines()
+        assert program.code() != 0 and not any(rank.is_running() for rank in ranks)
+        lines = program.err.splitlines()
         (said,) = (line for line in lines if line.startswith(("error: ", "interrupted")))
         assert said.startswith(f"error: rank 1 (process {killed.pid} on ")
-    finally:
-        run.kill()
 
 
 ENOUGH = 20  # characters that show that generation is under way

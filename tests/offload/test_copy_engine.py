@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bench.gpu import paced
 from offload_rt.offload import copy_device
 from offload_rt.offload.copy_device import CopyDevice
 
@@ -137,18 +136,6 @@ def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
     # The link is never idle while a chunk is left, and events stand where a layer begins and ends.
     assert engine.now == N_LAYERS * n + 1
     assert (start.at, after.at) == (engine.now - n, engine.now)
-
-
-def test_paced_link_takes_longer_per_chunk(engine, monkeypatch):
-    """A kernel spins during a copy; the next chunk waits for it on the other stream."""
-    monkeypatch.setattr(paced, "spin_cycles_per_byte", lambda device: 1.0)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda n: engine.enqueue(*torch.zeros(2, n)))
-    device = paced.PacedDevice(torch.device("cuda"), CHUNK)
-    target = torch.zeros(CHUNK * N_CHUNKS, dtype=torch.uint8)
-    source = some_bytes(CHUNK * N_CHUNKS)
-    start, end = device.copy([(target, source)], device.event())
-    device.wait(end)
-    assert torch.equal(target, source) and end.at - start.at == 2 * CHUNK * N_CHUNKS
 
 
 def test_copies_wait_for_their_event_and_keep_order(engine):

@@ -12,7 +12,7 @@ import write_gguf
 from quantize import Choice
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.experts import open_touched
-from support.plans import MIXTURE, known_request, known_sizes, planned, request
+from support.plans import known_request, known_sizes, planned, request
 from support.tiny import measure_little, open_unloaded
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,17 +63,16 @@ def write_q4(path, config, tensors):
     return str(path)
 
 
-def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(MIXTURE), encoding="utf-8")
-    target = sizes_of(str(path))
+def test_mixture_is_planned_by_all_weights_and_touched_experts():
+    target = sizes_of("mixtral-8x7b")
+    config = KNOWN["mixtral-8x7b"] | {"num_hidden_layers": 1}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTURE))
-    layer = sum(parameter.numel() for parameter in model.model.layers[1].parameters())
-    experts = 8 * 3 * 64 * 128
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    experts = 8 * 3 * 4096 * 14336
     # tensors begin at 256 bytes
     assert all(2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes)
-    assert target.spec.kv_nbytes(2) == 3 * 2 * 2 * 16 * 2
+    assert target.spec.kv_nbytes(2) == 32 * 2 * 8 * 128 * 2
     # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 -
     # (3/4)^n.
     reads = Roof(flops=1e18, bandwidth=1.0)
@@ -81,10 +80,10 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts(tmp_path):
         by_hand = 2 * (layer - experts * (1 - 2 / 8) ** n)
         others = reads.layer_s(target.spec, n, 0, 2, share=0.0)
         assert reads.layer_s(target.spec, n, 0, 2) - others == pytest.approx(by_hand, rel=0.1)
-    # Multiplying alone: a row has two experts of eight, and four heads of 16 + 16 numbers that meet
+    # Multiplying alone: a row has two experts of eight, and 32 heads of 128 + 128 numbers that meet
     # a hundred keys.
     multiplies = Roof(flops=1.0, bandwidth=1e30)
-    by_hand = 200 * (layer - experts * 6 / 8 + 100 * 4 * 32)
+    by_hand = 200 * (layer - experts * 6 / 8 + 100 * 32 * 256)
     assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
 
 

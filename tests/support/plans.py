@@ -14,14 +14,6 @@ from offload_rt.planning.acceptance import assume
 from offload_rt.planning.forecast import PlanRequest
 from offload_rt.planning.known_models import KNOWN
 
-MIXTURE = {
-    "model_type": "mixtral", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
 
 def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert plan.main([*arguments, "--json"]) == 0
