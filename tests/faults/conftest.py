@@ -31,7 +31,6 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def begins_with(model: Path) -> str:
-    """How the endless answer begins."""
     with LLM(str(model), device="cpu", max_model_len=256) as llm:
         return llm.generate(PROMPT, SamplingParams(max_new_tokens=200))[0].text
 

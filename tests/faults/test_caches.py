@@ -30,7 +30,6 @@ NAMES = ("disk.json", "passes.json", "pairs.json")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of the runs of a test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "offload_rt"
 
@@ -43,7 +42,6 @@ def calibrated(model: Path, draft: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def drafted(calibrated: list[str]) -> list[str]:
-    """The arguments of a run that keeps all there is to keep."""
     return [*calibrated, "--prompt", "the quick brown", "--max-new-tokens", "12", "--quiet"]
 
 

@@ -69,7 +69,6 @@ def _survives(call: Callable[[], Any], seed: object) -> None:
 
 
 def _header(chance: random.Random, entries: Any, data: bytes) -> bytes:
-    """A safetensors file that was spoilt somewhere."""
     kind = chance.randrange(10)
     if kind < 3:
         spoil = spoil_length if kind else spoil_bytes

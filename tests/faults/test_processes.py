@@ -68,13 +68,11 @@ LLM(sys.argv[1] if os.environ["RANK"] == "0" else "/no/such/model", device="cpu"
 
 
 def run_script(text: str, folder: Path, *arguments: object) -> Any:
-    """Two ranks of a script."""
     (folder / "script.py").write_text(text)
     return started(str(folder / "script.py"), [*map(str, arguments)], folder, 2)
 
 
 def _ends(ranks: list[Program]) -> list[int | None]:
-    """Exit codes of all ranks, which end soon."""
     until = time.monotonic() + SOON_S
     return [rank.code(max(until - time.monotonic(), 0)) for rank in ranks]
 
@@ -106,7 +104,6 @@ def test_rank_that_fails_to_start_is_named(how, code, why, model, tmp_path):
 
 
 def test_interrupt_ends_all_ranks_with_one_message(model, tmp_path):
-    """A terminal sends it to all of them."""
     with started("offload_rt.run", ["--model", str(model), *ENDLESS], tmp_path, 2) as ranks:
         wait_until(lambda: len(ranks[0].out) > 20)
         for rank in ranks:
@@ -170,7 +167,6 @@ def test_server_ends_when_a_rank_dies_between_passes(model, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_ends_all_ranks(model, tmp_path):
-    """Rank 1 is killed."""
     flags = ["--standalone", "--nproc-per-node", "2", "-m", "offload_rt.run", "--model"]
     with started("torch.distributed.run", [*flags, str(model), *ENDLESS], tmp_path) as (program,):
         wait_until(lambda: program.out)

@@ -200,7 +200,6 @@ def prefer(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let reads of files in a folder fail."""
     read = os.preadv
 
     def preadv(file, buffers, offset):

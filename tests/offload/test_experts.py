@@ -58,7 +58,6 @@ def visit(cache, device, k, experts):
 @DEVICES
 @pytest.mark.parametrize(("n_slots", "late_s"), [(2, 0.002), (3, 0.0), (5, 0.002), (6, 0.0)])
 def test_experts_arrive_with_their_bytes(make, files, n_slots, late_s):
-    """With random requests, predictions and delays."""
     chance = random.Random(n_slots)
     with cache_on(make, files, n_slots, late_s=late_s, seed=n_slots) as (cache, _, device):
         for _ in range(30):
@@ -409,7 +408,6 @@ def test_passes_are_timed_without_the_host(mixture_of, monkeypatch):
 
 @contextmanager
 def host_of(cache, images, seconds):
-    """Attach host experts of a given speed to a cache."""
     view = lambda layout, block: LayerView(0, layout, block)  # noqa: E731
     cache.host = HostExperts(images.image, view, 1.0, CPU, 1)
     set_rates(cache.host, seconds)

@@ -67,7 +67,6 @@ class Bench:
     kinds: Sequence[str]
 
     def sweep(self) -> None:
-        """Run one pass and read every layer."""
         with closing(self.streamer.sweep()) as sweep:
             read(self, sweep, N_LAYERS + 1)
         self.check(range(len(self.kinds)))

@@ -121,7 +121,6 @@ def test_pipeline_parts_minimise_the_pass_time(n_stages):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_layer_division_minimises_the_fullest_rank(seed):
-    """Against all ways to divide them."""
     chance = np.random.default_rng(seed)
     n = int(chance.integers(3, 9))
     n_ranks = int(chance.integers(1, 4))

@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import bench.models.tiny
 from bench.models.tiny import config_of, random_model
 from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UnsupportedModelError
 from offload_rt.models import traced_experts
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.layers import ExpertShare
@@ -225,3 +226,13 @@ def test_ranks_hold_all_routers(model_of, kind):
         }
         routers = {tensor for tensor in others if tensor.shape in shapes}
         assert routers and routers <= set(part.layer_tensors(i))
+
+
+@pytest.mark.parametrize(("kind", "changes", "size", "words"), [
+    ("qwen3_moe", {"num_experts": 2}, 4, "have 2 experts"), ("stablelm", {}, 3, "64 outputs"),
+    ("llama", {"intermediate_size": 97}, 2, "97 outputs"),
+])  # fmt: skip
+def test_indivisible_models_are_refused(kind, changes, size, words):
+    spec = parse_architecture(config_of(kind).to_dict() | changes)
+    with pytest.raises(UnsupportedModelError, match=words):
+        TensorParallelModel.for_rank(spec, ThreadRanks(0, Board(size)), False)

@@ -50,7 +50,6 @@ def sizes_of(name: str) -> Sizes:
 
 @pytest.fixture
 def plain(tmp_path):
-    """Config and tensors of a checkpoint in the folder `plain`."""
     config = llama_config(**WIDE)
     tensors = llama_tensors(config)
     write_checkpoint(tmp_path / "plain", config, tensors)
