@@ -66,14 +66,6 @@ def test_experts_arrive_with_their_bytes(make, files, n_slots, late_s):
                 visit(cache, device, k, chance.sample(range(3), chance.randrange(1, 4)))
 
 
-def n_reads(tier):
-    """How often each block was read as a whole, so far."""
-    return {
-        i: n // len(tier._source.reads(i, torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)))
-        for i, n in tier.n_done.copy().items()  # threads that read add blocks
-    }
-
-
 @pytest.mark.parametrize(("make", "n_slots", "requests", "expected"), [
     # Experts 0 of both layers are always needed, of the others one after the other.
     (Host, 3, [(k, {0, i}) for i in (0, 0, 0, 0, 0, 0, 1, 2, 1, 2) for k in range(2)],
@@ -89,7 +81,7 @@ def test_cached_experts_are_not_read_and_the_most_used_stay(
     with cache_on(make, files, n_slots, n_on_host=6) as (cache, tier, device):
         for k, experts in requests:
             visit(cache, device, k, experts)
-    assert n_reads(tier) == expected
+    assert tier.n_reads() == expected
 
 
 def test_expected_experts_are_read_during_compute(files, monkeypatch):
@@ -101,18 +93,18 @@ def test_expected_experts_are_read_during_compute(files, monkeypatch):
         cache.expect(1, [2, 0])
         for _, view in cache.arrive(0, {1: 1, 2: 1}):
             device.look(view)
-        wait_until(lambda: n_reads(tier).get(3) == 1)
+        wait_until(lambda: tier.n_reads().get(3) == 1)
         device.seen()
         visit(cache, device, 1, [0, 2])
-    assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(n_reads(tier).values()) == {1}
+    assert list(dict.fromkeys(order)) == [1, 2, 5, 3] and set(tier.n_reads().values()) == {1}
     monkeypatch.undo()
     # cached predictions leave the prefetch to missing experts
     with cache_on(Host, files, 5) as (cache, tier, device):
         visit(cache, device, 1, [0])
         cache.expect(1, [0, 1, 2])
         visit(cache, device, 0, [0])
-        wait_until(lambda: n_reads(tier).get(4) == 1)
-    assert n_reads(tier) == {3: 1, 0: 1, 4: 1}
+        wait_until(lambda: tier.n_reads().get(4) == 1)
+    assert tier.n_reads() == {3: 1, 0: 1, 4: 1}
 
 
 READING = pytest.mark.parametrize("make", [Host, FakeGPUWithDisk])
@@ -143,7 +135,7 @@ def test_failed_read_is_raised_and_releases_all_slots(make, files):
         assert is_released()
         device.seen()
         visit(cache, device, 0, [0, 1, 2])
-        assert n_reads(tier)[0] == 1
+        assert tier.n_reads()[0] == 1
         ahead = cache.arrive(1, {0: 1, 1: 1, 2: 1})
         next(ahead)
         ahead.close()  # whoever computed has failed

@@ -5,14 +5,13 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack
@@ -35,35 +34,29 @@ every_bench = pytest.mark.parametrize(
 
 
 def build_sources(
-    device: Host,
-    kinds: Sequence[str],
-    n_slots: int,
-    files: Any,
-    wrap: Callable[[Tier], Tier] = lambda tier: tier,
-) -> tuple[LayerSources, list[Tier]]:
+    device: Host, kinds: Sequence[str], n_slots: int, files: Any, **how: Any
+) -> tuple[LayerSources, dict[str, Tier]]:
     """Return sources with layer i in a tier of kind `kinds[i]`, and the streamed tiers."""
-    resident = MemoryTier()
     is_real = isinstance(device, RealGPU)
     host = MemoryTier(register=is_real, owns_pinned=not is_real)
-    made: dict[str, Tier] = {"host": host, "unpinned": MemoryTier()}
+    made: dict[str, Any] = {"device": MemoryTier(), "host": host, "unpinned": MemoryTier()}
+    made["disk"] = Watched(DiskTier(files, ReadSettings(4096, 2)), **how)
     for i, kind in enumerate(kinds):
-        if kind == "device":
-            resident.put(i, device.image(pack(stream_layers()[i])))
-        elif kind in made:
-            made[kind].put(i, pack(stream_layers()[i]))
-    if "disk" in kinds:
-        made["disk"] = wrap(DiskTier(files, ReadSettings(4096, 2)))
+        if kind != "disk":
+            image = pack(stream_layers()[i])
+            made[kind].put(i, device.image(image) if kind == "device" else image)
+    resident = made.pop("device")
     streamed = tuple(made.get(kind) for kind in kinds)
-    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), list(made.values())
+    return LayerSources(resident, streamed, n_slots, n_host_slots=n_slots), made
 
 
 @dataclass
 class Bench:
-    """A streamer on a device, over watched tiers."""
+    """A streamer on a device; its layers on disk are watched."""
 
     streamer: Streamer
     device: Host
-    tiers: list[Watched]
+    disk: Watched
     kinds: Sequence[str]
 
     def sweep(self) -> None:
@@ -91,23 +84,16 @@ def bench(
     """A streamer over watched tiers; closed at the end, when none of its threads may be left."""
     device = make()
     before = {*threading.enumerate()}
-    watched: list[Watched] = []
-
-    def watch(tier: Tier) -> Tier:
-        watched.append(Watched(tier, **how))
-        return watched[-1]
-
-    sources, tiers = build_sources(device, kinds, n_slots, files, watch)
+    sources, tiers = build_sources(device, kinds, n_slots, files, **how)
     streamer = device.stream(sources)
     try:
-        yield Bench(streamer, device, watched, kinds)
+        yield Bench(streamer, device, tiers["disk"], kinds)
     finally:
-        for tier in watched:
-            tier.trap = None
+        tiers["disk"].trap = None
         streamer.close()
         device.close()
         left = {*threading.enumerate()} - before
-        for tier in tiers:
+        for tier in tiers.values():
             tier.close()
     assert not left, f"threads left alive: {left}"
 
@@ -134,12 +120,12 @@ def park(b: Bench, n: int) -> None:
         *_, latest = read(b, sweep, n)
         b.check(range(n))
         b.streamer.park()
-        n_done = [sum(tier.n_done.values()) for tier in b.tiers]
+        n_done = b.disk.n_done.total()
         b.device.look(latest)
         time.sleep(0.005)
         b.device.look(latest)
         b.check([n - 1])
-        assert n_done == [sum(tier.n_done.values()) for tier in b.tiers]
+        assert n_done == b.disk.n_done.total()
 
 
 def hold(b: Bench, n: int) -> None:
@@ -185,20 +171,14 @@ def test_next_pass_is_prefetched_up_to_the_slots(make, n_slots, files):
     kinds = ("device", "disk", "device", "disk", "disk", "disk")
     order = [i for i, kind in enumerate(kinds) if kind != "device"]
     with bench(make, files, kinds, n_slots) as b:
-        tier = b.tiers[0]
-
-        def n_fetched(i: int) -> int:
-            block = torch.empty(tier.layout(i).nbytes, dtype=torch.uint8)
-            return tier.n_done.get(i, 0) // len(tier._source.reads(i, block))
-
         # A streamer that stages blocks on the host may hold as many again there.
         most = n_slots if make is Host else 2 * n_slots
         # Nobody sweeps yet, and nobody sweeps between the passes.
         for n_passes in range(4):
             n_before = n_passes * len(order)
-            wait_until(lambda n=n_passes: all(n_fetched(i) > n for i in order[:n_slots]))
+            wait_until(lambda n=n_passes: all(b.disk.n_reads()[i] > n for i in order[:n_slots]))
             time.sleep(0.01)
-            assert n_before + n_slots <= sum(map(n_fetched, order)) <= n_before + most
+            assert n_before + n_slots <= b.disk.n_reads().total() <= n_before + most
             b.sweep()
 
 
@@ -329,7 +309,7 @@ def test_meter_counts_each_device_copy_once(make, files):
 def test_set_sources_applies_from_the_next_sweep(make, files):
     """Streamed cache rows change their selection and order while old copies arrive."""
     with bench(make, files, late_s=0.001) as b:
-        source = b.tiers[0]
+        source = b.disk
         for order in ([0, 1, 2, 3, 4, 5], [3, 1], [5], [2, 2, 0, 4, 1]):
             tier = SimpleNamespace(
                 n_parallel=source.n_parallel,
@@ -370,7 +350,7 @@ def test_gpu_copies_are_traced_by_events(files):
     streamer = CudaStreamer(sources, trace, device.copies)
     for block in streamer.sweep():
         device.look(block)
-    for part in (streamer, device, *tiers):
+    for part in (streamer, device, *tiers.values()):
         part.close()
     traced = {(lane.split(",")[0], name) for lane, name, _, _ in spans}
     assert traced >= {("link", f"layer {i}") for i in (0, 2, 3)} | {("disk", "layer 3")}

@@ -140,6 +140,14 @@ class Watched:
         self._lock = threading.Lock()
         self._n_asked = Counter[int]()
 
+    def n_reads(self) -> Counter[int]:
+        """Count complete reads of each block."""
+        reads = Counter[int]()
+        for i, n in self.n_done.copy().items():  # reading threads add blocks
+            block = torch.empty(self.layout(i).nbytes, dtype=torch.uint8)
+            reads[i] = n // len(self._source.reads(i, block))
+        return reads
+
     def reads(self, i: int, into: Tensor) -> list[Read]:
         with self._lock:
             self._n_asked[i] += 1
