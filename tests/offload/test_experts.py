@@ -1,6 +1,5 @@
 """Experts on demand: each is read once while cached, or computed by the host beside a device."""
 
-import copy
 import itertools
 import random
 import re
@@ -29,7 +28,6 @@ from offload_rt.errors import CapacityError, LinkError
 from offload_rt.models import traced_experts
 from offload_rt.models.families import parse_architecture
 from offload_rt.models.layers import HostWork
-from offload_rt.models.traced_experts import Touched
 from offload_rt.offload import expert_cache
 from offload_rt.offload.card_experts import CardExperts, TieredExperts
 from offload_rt.offload.expert_cache import ExpertCache
@@ -166,61 +164,51 @@ def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
-    """According to transformers' routers, without cached experts; prefetching is disabled here."""
-    model, folder = mixture_of("qwen3_moe")
-    model = copy.deepcopy(model)
-    monkeypatch.setattr(ExpertCache, "expect", lambda *_: None)
-    chosen = []
+    """According to transformers' routers; the next router predicts experts on this layer's input.
+
+    Predictions are not read here.
+    """
+    model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(4, 9, 150)
     text = [*prompt, *generate(model, prompt, 8)]
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda *io: chosen.append(io[2][2]))
+    gates = [layer.mlp.gate for layer in model.model.layers[1:]]
+    given = []
+    keep = lambda *io: given.append(io[1][0].view(17, -1))  # noqa: E731
+    hooks = [gate.register_forward_hook(keep) for gate in gates]
     model(torch.tensor([text]), use_cache=False)
-    with open_touched(folder, 7, watch=True) as llm:
+    for hook in hooks:
+        hook.remove()
+    touched, expected = [], []
+    monkeypatch.setattr(ExpertCache, "expect", lambda _, k, likely: expected.append((k, {*likely})))
+    with open_touched(folder, 7, watch=True) as llm, torch.no_grad():
         runner = runner_of(llm)
         cache = runner.experts
         meter = runner.streamer.meter
         rows = runner.new_cache(len(text))
         arrive = cache.arrive
-        missing, touched = [], []
 
         def watched(k, n_rows, work):
-            missing.extend({8 * k + expert for expert in n_rows} - cache._slot_of.keys())
-            touched.append(set(n_rows))
+            missing = {8 * k + expert for expert in n_rows} - cache._slot_of.keys()
+            touched.append((set(n_rows), missing))
             return arrive(k, n_rows, work)
 
         monkeypatch.setattr(cache, "arrive", watched)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):
             n_before, before = cache.n_fetched, meter.read()[0]
-            missing.clear()
             touched.clear()
+            expected.clear()
             feed(runner, rows, text[start:stop], Topology.chain(stop - start))
             runner.commit(rows, range(stop - start))
-            assert touched == [set(experts[start:stop].flatten().tolist()) for experts in chosen]
-            assert meter.read()[0] - before == sum(map(cache.tier._source.nbytes, missing))
-            assert cache.n_fetched - n_before == len(missing)
 
+            def chosen(gate, x, part=slice(start, stop)):
+                return set(gate(x[part])[2].flatten().tolist())
 
-def test_next_router_predicts_experts(mixture_of, monkeypatch):
-    """The prediction equals the next layer's router on this layer's input."""
-    model, folder = mixture_of("deepseek_v3")
-    expected = []
-    given = []
-    mix = Touched.mix
-
-    def watched(self, module, hidden, *choice):
-        given.append(hidden.clone())
-        return mix(self, module, hidden, *choice)
-
-    monkeypatch.setattr(Touched, "mix", watched)
-    monkeypatch.setattr(
-        ExpertCache, "expect", lambda self, k, experts: expected.append((k, set(experts)))
-    )
-    with open_touched(folder, 6) as llm, torch.no_grad():
-        feed(runner_of(llm), runner_of(llm).new_cache(5), prompt_of(1, 5, 150), Topology.chain(5))
-        gates = [model.model.layers[i].mlp.gate for i in (2, 3)]
-        likely = [set(gate(x)[2].flatten().tolist()) for gate, x in zip(gates, given, strict=False)]
-    assert expected == [(1, likely[0]), (2, likely[1]), (0, set())]
+            assert [experts for experts, _ in touched] == [*map(chosen, gates, given)]
+            likely = [*map(chosen, gates[1:], given), set()]
+            assert expected == [((k + 1) % 3, experts) for k, experts in enumerate(likely)]
+            blocks = [block for _, missing in touched for block in missing]
+            assert meter.read()[0] - before == sum(map(cache.tier._source.nbytes, blocks))
+            assert cache.n_fetched - n_before == len(blocks)
 
 
 @pytest.mark.slow
