@@ -156,8 +156,7 @@ class TreeDrafter(TextDrafter):
             return proposal
         if not can_draft:
             return None
-        match = self._likely_match(sequence, min(n_levels - 1, n_nodes - 2))
-        copied = self._worth_copying(match, cost) if match else ()
+        match, copied = self._copied(sequence, min(n_levels - 1, n_nodes - 2), cost)
         bounds = n_nodes - len(copied), n_levels, n_sequences
         topology, expected = self._choose(sequence, bounds)
         if len(topology) == 1:
@@ -174,10 +173,6 @@ class TreeDrafter(TextDrafter):
         self._start_s += time.perf_counter() - started
         self._n_missing = max(self._n_missing, state.n_missing)
         return state
-
-    def _worth_copying(self, match: NgramMatch, cost: RoundCost) -> tuple[int, ...]:
-        chances = self._recycler.rates.rate(match.n_equal) ** np.arange(1, len(match.tokens) + 1)
-        return match.tokens[: cost.best(np.append(1.0, chances))[0]]
 
     def _choose(self, sequence: Sequence, bounds: tuple[int, int, int]) -> tuple[Topology, float]:
         """Select the topology with the least expected time per token.
@@ -206,8 +201,13 @@ class TreeDrafter(TextDrafter):
             self._tables[key] = trees, max(2 * acceptance.n_seen, 4)
         return self._tables[key][0]
 
-    def _likely_match(self, sequence: Sequence, n_next: int) -> NgramMatch | None:
+    def _copied(
+        self, sequence: Sequence, n_next: int, cost: RoundCost
+    ) -> tuple[NgramMatch | None, tuple[int, ...]]:
+        """Return the longest match if it is likely, and its tokens whose rows pay."""
         for match in find_matches(sequence, min(_NGRAM_LENGTH, n_next))[:1]:
-            if match.tokens and self._recycler.rates.rate(match.n_equal) >= _NGRAM_RATE:
-                return match
-        return None
+            rate = self._recycler.rates.rate(match.n_equal)
+            if match.tokens and rate >= _NGRAM_RATE:
+                chances = rate ** np.arange(len(match.tokens) + 1)
+                return match, match.tokens[: cost.best(chances)[0]]
+        return None, ()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tiny import begin, drafter_of, generate, open_llm, prompt_of
+from support.tiny import begin, drafter_of, generate, logits_of, open_llm, prompt_of
 
 from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
@@ -88,16 +88,20 @@ def test_text_and_draft_distribution(pair, rounding):
                 eye = torch.eye(matrix.shape[1])
                 weights[f"{prefix}{module}.weight"].data = view.linear(eye, module).T.contiguous()
     n_rounded = sum(not torch.equal(saved[name], weights[name]) for name in weights)
-    logits = model(torch.tensor([prompt])).logits[0, -1]
+    logits = [logits_of(model, [*prompt, *path])[-1] for path in tree.paths()]
     for name, weight in weights.items():
         weight.data = saved[name]
     assert output.token_ids == generate(pair.model, prompt, 24)
     # int4 needs a multiple of 32 inputs; the last matrix of a layer has 48.
     assert n_rounded == (6 if rounding == "int4" else 7) * (len(layers) - 1) + 1
-    expected = torch.softmax(logits.detach() / 0.8, -1)
     # int4 multiplies in bfloat16.
     atol = 0.02 if rounding == "int4" else 1e-5
-    torch.testing.assert_close(tree.sampled.draft_probs[0], expected, atol=atol, rtol=0)
+    sampled = tree.sampled
+    assert sampled.is_sampled.tolist() == [False, *[True] * 5] and not sampled.independent
+    for node in {*tree.topology.parents[1:].tolist()}:
+        expected = torch.softmax(logits[node] / 0.8, -1)
+        probs = sampled.draft_probs[sampled.row_of[node]]
+        torch.testing.assert_close(probs, expected, atol=atol, rtol=0)
     loaded_nbytes = sum(view.layout.nbytes for view in layers)
     assert loaded_nbytes == planned_nbytes < 0.6 * plain_nbytes
 
@@ -122,7 +126,11 @@ def planned(
 
 def test_auto_quantises_if_streamed_bytes_and_draft_levels_take_less_time():
     assert planned(*PAIR, 22 << 30, tree_size=256).rounding == "int4"
-    assert planned(*PAIR, 22 << 30).rounding == "int4"
+    automatic = planned(*PAIR, 22 << 30)
+    assert automatic.rounding == "int4"
+    assert automatic.sizes.nbytes == pytest.approx(3.82e9, rel=0.01)
+    plain = planned(*PAIR, 22 << 30, "none")
+    assert plain.sizes.nbytes == pytest.approx(13.48e9, rel=0.01)
     # A level of 171 rows decodes the codes, which costs more than the bytes on the link.
     assert planned(*PAIR, 30 << 30, tree_size=4096).rounding == "none"
     assert planned(*PAIR, 200 << 30).rounding == "none"  # resident
@@ -136,18 +144,8 @@ def test_auto_quantises_if_streamed_bytes_and_draft_levels_take_less_time():
         planned(*PAIR, 1 << 30)
 
 
-def test_rounded_draft_of_7b_needs_less_than_4_gb():
-    plain, rounded = (planned(*PAIR, 22 << 30, name).sizes for name in ("none", "int4"))
-    assert plain.nbytes == pytest.approx(13.48e9, rel=0.01)
-    assert rounded.nbytes == pytest.approx(3.82e9, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("settings", "have"),
-    [({"drafter": "recycle"}, "none"), ({"learn_draft": "on"}, "a draft model of type llama")],
-)
-def test_unsuitable_draft_is_rejected(pair, settings, have):
-    if "learn_draft" in settings:
-        settings = {"draft_model": str(pair.draft), **settings}
-    with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
-        open_llm(pair.target, draft_quantize="int8", **settings)
+def test_unsuitable_draft_is_rejected(pair):
+    learning = {"draft_model": str(pair.draft), "learn_draft": "on"}
+    for settings, have in ({"drafter": "recycle"}, "none"), (learning, "a draft model of type ll"):
+        with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
+            open_llm(pair.target, draft_quantize="int8", **settings)

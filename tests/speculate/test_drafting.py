@@ -1,6 +1,5 @@
 """Parts of drafters: copying, sampling, growing, planning, learning, storing and refusing."""
 
-import heapq
 import os
 import re
 import shutil
@@ -21,7 +20,6 @@ from support.tiny import (
     byte_level,
     drafter_of,
     exact_draws,
-    logits_of,
     metaspace,
     open_llm,
     open_unloaded,
@@ -37,7 +35,7 @@ from offload_rt.engine import profile
 from offload_rt.engine.memory_plan import _Memory
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.engine.profile import pass_profile
-from offload_rt.errors import CapacityError, NumericsError, SettingsError
+from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
@@ -105,86 +103,31 @@ def test_copied_continuation_adds_only_missing_nodes(texts, copied, n_nodes):
 
 # Drawing
 
-Q = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05, 0.0])
-EXHAUSTED = torch.tensor([0.7, 0.3, 0.0, 0.0, 0.0, 0.0])
-N_DRAWS = 20_000
-
 
 @pytest.mark.parametrize("struck", [(), (0,), (1, 4)])
-@pytest.mark.parametrize("probs", [Q, EXHAUSTED], ids=["q", "exhausted"])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    "probs", [(0.4, 0.25, 0.2, 0.1, 0.05, 0.0), (0.7, 0.3, 0.0, 0.0, 0.0, 0.0)]
+)
+@pytest.mark.parametrize("n", [1, 4])
 def test_children_without_replacement(probs, n, struck):
-    mask = torch.zeros(N_DRAWS, 6, dtype=torch.bool)
+    rows = torch.tensor(probs).expand(20_000, -1)
+    mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, list(struck)] = True
-    rows = probs.expand(N_DRAWS, -1)
-    children = child_sampling.without_replacement(
-        rows, n, torch.default_generator, mask if struck else None
-    )
-    assert_drawn(map(tuple, children.tolist()), exact_draws(probs.numpy(), n, excluded=struck))
-
-
-@pytest.mark.parametrize("probs", [Q, EXHAUSTED], ids=["q", "exhausted"])
-@pytest.mark.parametrize("n", [1, 2])
-def test_children_with_replacement(probs, n):
-    """Beside a row without numbers, which the builder refuses after the draw."""
-    rows = torch.cat((probs.expand(N_DRAWS, -1), torch.full((1, 6), torch.nan)))
-    children = child_sampling.independent(rows, n, torch.default_generator)[:-1]
-    assert_drawn(map(tuple, children.tolist()), exact_draws(probs.numpy(), n, independent=True))
+    given = rows, n, torch.default_generator, mask if struck else None
+    children = child_sampling.without_replacement(*given)
+    assert_drawn(map(tuple, children.tolist()), exact_draws(np.array(probs), n, excluded=struck))
 
 
 @pytest.mark.parametrize("vocab_size", [3, 5, 8])
-@pytest.mark.parametrize("temperature", [None, 0.5])
-def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size, temperature):
+def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size):
     """Of a draft with five tokens."""
     logits = torch.tensor([[0.0, 3.0, 1.0, -2.0, 5.0]])
-    select = child_sampling.MostProbable(8, vocab_size, temperature)
+    select = child_sampling.MostProbable(8, vocab_size, temperature=0.5)
     tokens, values = child_sampling.unpacked(select(logits), vocab_size)
-    wanted = logits[0, :vocab_size]
-    if temperature is not None:
-        wanted = (wanted / temperature).softmax(-1)
-    best, order = wanted.sort(descending=True)
+    best, order = (2 * logits[0, :vocab_size]).softmax(-1).sort(descending=True)
     assert tokens[0, : len(order)].tolist() == order.tolist()
     assert values[0, : len(order)] == pytest.approx(best.tolist())
-    assert (values[0, len(order) :] <= 0).all()
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_first_value_reveals_draft_logits_that_are_no_numbers(number):
-    values = torch.tensor([[0.5, number], [0.25, -torch.inf]])
-    tokens = torch.tensor([[3, 1], [2, 0]])
-    unpacked, _ = child_sampling.unpacked(child_sampling.packed(tokens, values), 2)
-    assert unpacked.tolist() == tokens.tolist()
-    with pytest.raises(NumericsError, match="draft model"):
-        child_sampling.unpacked(child_sampling.packed(tokens, values.flip(1)), 2)
-
-
-def best_nodes(model, tokens, n, n_levels, temperature):
-    """The n paths of the highest cumulative probability, by transformers; brute force."""
-    paths = []
-    heap = [(-1.0, ())]
-    while heap and len(paths) < n + 1:
-        chance, path = heapq.heappop(heap)
-        paths.append(path)
-        if len(path) < n_levels - 1:
-            probs = torch.softmax(logits_of(model, [*tokens, *path])[-1].double() / temperature, -1)
-            for p, token in zip(*(part.tolist() for part in probs.topk(n)), strict=True):
-                heapq.heappush(heap, (chance * p, (*path, token)))
-    return paths[1:]
-
-
-@pytest.mark.parametrize(("temperature", "n_levels"), [(0.0, 3), (0.0, 9), (0.8, 4), (0.3, 9)])
-def test_dynamic_tree_is_the_most_probable_tree(pair, temperature, n_levels):
-    """Nodes have the highest path probabilities, in descending order, independent of the seed."""
-    limits = DraftLimits(12, n_levels, fixed_size=True)
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        drafter = drafter_of(llm, "dynamic_tree", "match", limits, level_s=0.0)
-        for prompt in (prompt_of(seed, 12) for seed in range(3)):
-            several = [SamplingParams(40, temperature, seed=seed) for seed in (1, 2)]
-            sequences = [Sequence([*prompt], params, 200) for params in several]
-            wanted = best_nodes(pair.draft_model, prompt, 11, n_levels, temperature or 1.0)
-            for tree in drafter.propose(sequences, 12):
-                assert [tuple(tree.path_to(node)) for node in range(1, 12)] == wanted
-                assert tree.sampled is None
+    assert (values[0, len(order) :] == 0).all()
 
 
 @pytest.fixture
@@ -228,15 +171,15 @@ def test_pair_statistics_are_restored(pair, cache, drafter):
 
 
 @pytest.mark.parametrize("holds", [True, False])
-@pytest.mark.parametrize("n_rows", [1, 16])
-def test_cached_pass_times_are_used_while_they_hold(pair, cache, monkeypatch, n_rows, holds):
+def test_cached_pass_times_are_used_while_they_hold(pair, cache, monkeypatch, holds):
     monkeypatch.setattr(profile, "_STALE", 1e9 if holds else 1e-9)
-    with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
-        monkeypatch.setattr(profile, "compute_times", measure := Mock(wraps=profile.compute_times))
-        given = llm.engine.runner, llm.plan.pass_bytes, (n_rows, 128)
+    monkeypatch.setattr(profile, "compute_times", measure := Mock(wraps=profile.compute_times))
+    with open_llm(pair.target) as llm:
+        given = llm.engine.runner, llm.plan.pass_bytes, (16, 128)
+        measure.reset_mock()
         first, second = (pass_profile(*given).compute for _ in range(2))
-        assert measure.call_count == (1 if holds else 2)
-        assert first.widths == second.widths and (first == second or not holds)
+    assert measure.call_count == (1 if holds else 2)
+    assert first.widths == second.widths and (first == second or not holds)
 
 
 def test_acceptance_counts_the_outcome_of_nodes(pair):
@@ -312,15 +255,13 @@ def test_different_tokenizer_is_refused_with_the_first_token(pair, tmp_path):
             LLM(str(target), draft_model=str(draft), device="cpu")
     add_tokenizer(draft, byte_level())
     open_unloaded(target, str(draft), device="cpu").close()
-
-
-def test_vocabularies_without_tokenizers_must_have_equal_sizes(pair, tmp_path):
-    CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1).save_pretrained(tmp_path)
+    # Without tokenizers, the sizes must be equal.
+    CASES["llama"].build(0, vocab_size=96, num_hidden_layers=1).save_pretrained(tmp_path / "other")
     with pytest.raises(SettingsError, match="96 tokens"):
-        LLM(str(pair.target), draft_model=str(tmp_path), device="cpu")
+        LLM(str(pair.target), draft_model=str(tmp_path / "other"), device="cpu")
 
 
-def test_refusal_leaves_no_open_file(pair, tmp_path):
+def test_refusal_leaves_no_open_file(pair):
     for _ in range(2):
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(CapacityError):

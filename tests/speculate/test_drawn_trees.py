@@ -8,25 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.languages import (
-    VOCABULARY,
-    Draw,
-    Language,
-    distribution_under,
-    every_run,
-    outcomes,
-)
+from support.drafted import grow_with
+from support.languages import VOCABULARY, Draw, Language, distribution_under, every_run, outcomes
 from support.tiny import exact_draws, sequence_of
 from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
-from offload_rt.sampling import rejected
 from offload_rt.speculate import child_sampling
 from offload_rt.speculate.draft import triforce
 from offload_rt.speculate.ngrams import append_ngram
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
-from offload_rt.speculate.tree_state import TreeState, select_tokens
+from offload_rt.speculate.tree_state import TreeState
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 
@@ -71,27 +64,6 @@ def new_state(grammar: Letters | None = None) -> TreeState:
     return TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
 
 
-def grow(
-    builder: StaticTreeBuilder,
-    draft: Language,
-    text: tuple[int, ...] = (),
-    guess: Callable[[], None] = lambda: None,
-) -> DraftTree:
-    """Grow a tree below a text as a draft model does.
-
-    guess  may add rows to the next pass
-    """
-    state = builder.state
-    while len(state.tokens) > state.n_done:
-        guess()
-        paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
-        logits = [draft.after((*text, *path)).log() for path in paths[state.new_rows]]
-        selected = select_tokens(builder, torch.stack(logits))
-        state.computed()
-        builder.extend(selected)
-    return builder.tree(0)
-
-
 def drawn_children(draw: Draw, kind: str) -> Callable[..., Tensor]:
     """Replace a function of `child_sampling` by a draw from all its outcomes."""
 
@@ -121,8 +93,8 @@ def every_tree(
         builder = StaticTreeBuilder(new_state(grammar), plan, Acceptance())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child_sampling, kind, drawn_children(draw, kind))
-            tree = grow(builder, draft)
-        return append_ngram(tree, builder.copied, len(topology) + len(copied))
+            grow_with(builder, draft.after)
+        return append_ngram(builder.tree(0), builder.copied, len(topology) + len(copied))
 
     return every_run(run)
 
@@ -147,14 +119,16 @@ def every_chain(
             if n_left > 0:
                 guesses = StaticTree(Topology.chain(1 + n_left), 1.0, kind, 1.0)
                 guessing = StaticTreeBuilder(new_state(), guesses, Acceptance())
-                builder.guess(grow(guessing, small, tuple(path)))
+                grow_with(guessing, lambda after: small.after((*path, *after)))
+                builder.guess(guessing.tree(0))
 
         plan = StaticTree(Topology.chain(n), 1.0, kind, 1.0)
         builder = triforce.ResampledChainBuilder(new_state(), plan, Acceptance())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child_sampling, kind, drawn_children(draw, kind))
             patch.setattr(triforce, "_RULE", SimpleNamespace(verify=verify))
-            return grow(builder, middle, guess=guess)
+            grow_with(builder, middle.after, guess)
+        return builder.tree(0)
 
     return every_run(run)
 
@@ -213,12 +187,4 @@ def test_chain_of_triforce_has_the_stated_distribution(seed, n_guesses):
         stated = torch.stack([middle.after(path[:i]) for i in range(3)])
         torch.testing.assert_close(tree.sampled.draft_probs.double(), stated, atol=1e-6, rtol=0)
     for path in itertools.product(range(VOCABULARY), repeat=3):
-        exact = np.prod([float(middle.after(path[:i])[path[i]]) for i in range(3)])
-        assert chances[path] == pytest.approx(exact, abs=1e-6)
-
-
-def test_masks_of_any_width_are_unpacked():
-    masks = torch.tensor([[5, -1], [1 << 31 - 1, 0]], dtype=torch.int32)
-    wide = rejected(masks, 40)
-    assert wide.shape == (2, 40)
-    assert (~wide).nonzero().tolist() == [[0, 0], [0, 2], *([0, i] for i in range(32, 40)), [1, 30]]
+        assert chances[path] == pytest.approx(middle.chance(path), abs=1e-6)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from support.gguf_files import build
-from support.heads import PUBLISHED, small_target, write_head
-from support.tiny import CASES, assert_continued, keep_steady, open_llm, prompt_of
+from support.heads import small_target, write_head
+from support.tiny import assert_continued, open_llm, prompt_of
 from torch import Tensor
 
 from offload_rt import SamplingParams
@@ -22,8 +21,7 @@ pytestmark = pytest.mark.numeric
     ("gemma2", "dflash2", "disk"),
     ("qwen3_5_text", "block", "resident"),
 ])  # fmt: skip
-def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, head, place):
-    keep_steady(monkeypatch)
+def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, steady, kind, head, place):
     model = small_target(kind, tmp_path / "target")
     settings = write_head(tmp_path / "head", tmp_path / "target", head).settings
     states: dict[int, Tensor] = {}
@@ -62,20 +60,6 @@ def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, kind, hea
         expected = torch.stack([known[tap][0, row] for tap in taps if tap < len(known) - 1])
         torch.testing.assert_close(seen[: len(expected)], expected, atol=1e-3, rtol=1e-3)
     assert len(states) >= len(prompts[0]) + 11
-
-
-@pytest.mark.parametrize("head", PUBLISHED)
-def test_heads_draft_for_quantised_targets(tmp_path, monkeypatch, head):
-    keep_steady(monkeypatch)
-    path = tmp_path / "target.gguf"
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5, "vocab_size": 32}
-    model = build(path, CASES["llama"].build(3, **sizes), "Q8_0")
-    settings = write_head(tmp_path / "head", path, head).settings
-    prompts = [prompt_of(seed, n, 32) for seed, n in enumerate((9, 20))]
-    with open_llm(place="mixed", dtype="float32", **settings) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
-    assert_continued(outputs, model, prompts, 16)
-    assert all(output.stats.nodes_per_tree > 1 for output in outputs)
 
 
 def test_medusa_heads_need_a_native_target(tmp_path):

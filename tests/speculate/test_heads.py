@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.fake_gpu import fake_gpu
+from support.gguf_files import build
 from support.head_reference import Reference, make_double
 from support.heads import (
     DFLASH2,
@@ -20,9 +21,11 @@ from support.heads import (
     few_tokens,
     probe,
     random_head,
+    write_head,
 )
 from support.texts import small_model
 from support.tiny import (
+    CASES,
     assert_continued,
     drafter_of,
     engine_of,
@@ -161,11 +164,18 @@ def test_head_continues_in_the_cache_of_a_shared_prefix(tmp_path, kind, n):
     ("mimo", "disk"), ("qwen", "resident"), ("peagle", "mixed"), ("block", "disk"),
     ("dflash2", "resident"),
 ])  # fmt: skip
-def test_greedy_tokens_equal_transformers(tmp_path, kind, place):
-    model = few_tokens()
-    settings = random_head(tmp_path, kind, model).settings
+def test_greedy_tokens_equal_transformers(tmp_path, steady, kind, place):
+    """Published heads for a quantised target."""
+    if kind in PUBLISHED:
+        path = tmp_path / "target.gguf"
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 5}
+        model = build(path, CASES["llama"].build(3, **sizes, vocab_size=32), "Q8_0")
+        settings = write_head(tmp_path / "head", path, kind).settings
+    else:
+        model = few_tokens()
+        settings = random_head(tmp_path, kind, model).settings
     prompts = [prompt_of(seed, n, VOCAB) for seed, n in enumerate((9, 1, 30))]
-    with open_llm(**settings, place=place) as llm:
+    with open_llm(**settings, place=place, dtype="float32") as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
         outputs += llm.generate(prompts[2], SamplingParams(max_new_tokens=24))
         llm.engine.reset_prefix_cache()

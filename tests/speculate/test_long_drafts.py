@@ -130,23 +130,19 @@ def test_selected_rows_equal_the_published_algorithms(zoo, kind, published, n):
         runner = llm.engine.runner
         id, view = view_of(runner, tokens[:-1], kind)
         n_known = runner.rewind(id, tokens[:-1])
-        assert n_known == view.first_recent < n - 1
+        # An unfinished selection restarts, for example after a pass without memory.
+        assert runner.rewind(id, tokens[:-1]) == n_known == view.first_recent < n - 1
         logits = step_of(runner, id, tokens, n_known)
         torch.testing.assert_close(logits, logits_of(model, tokens)[-1], atol=1e-4, rtol=1e-3)
-        keys, values, queries = peer_cache(model, tokens)
-        held = []
-        for layer in range(len(keys)):
-            rows = published(keys[layer], queries[layer], view.n_kept, n - n_known)
-            at = rows[..., None].expand(-1, -1, keys.shape[-1])
-            for mine, whole in ((view.buffer.keys, keys), (view.buffer.values, values)):
-                kept = mine[layer, :, : view.n_kept]
-                torch.testing.assert_close(kept, whole[layer].gather(1, at), atol=1e-3, rtol=1e-3)
-            held.append(rows)
+        assert runner.rewind(id, tokens[:-1]) == n - 1 == view.n_committed
         # A token later: chosen rows, then all from the recent ones on.
         step = Step(id, torch.tensor([tokens[-1], 5]), Topology.chain(2), 1, n + 1, n_done=1)
         logits = runner.forward([step])[0][0]
+    keys, values, queries = peer_cache(model, tokens)
     recent = torch.arange(n_known, n).expand(len(keys[0]), -1)
-    at = torch.stack([torch.cat((rows, recent), 1) for rows in held])
+    layers = zip(keys, queries, strict=True)
+    chosen = (published(*layer, view.n_kept, n - n_known) for layer in layers)
+    at = torch.stack([torch.cat((rows, recent), 1) for rows in chosen])
     at = at[..., None].expand(-1, -1, -1, keys.shape[-1])
     expected = peer_logits(model, 5, n, keys.gather(2, at), values.gather(2, at))
     torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-3)
@@ -168,8 +164,8 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
         if isinstance(view, (WindowCache, SnapKVCache, RetrievalCache)):
             n = view.n_committed
             assert view.n_held <= view.budget and (n == len(tokens) - 1 or view.n_seen == n)
-            for name in ("keys", "values"):
-                mine, theirs = getattr(view.buffer, name), getattr(view.source.buffer, name)
+            pairs = zip(vars(view.buffer).values(), vars(view.source.buffer).values(), strict=True)
+            for mine, theirs in pairs:
                 recent = mine[:, :, view.n_kept : view.n_held]
                 assert torch.equal(recent, theirs[:, :, view.first_recent : n])
                 mine[:, :, view.n_held :] = torch.nan
@@ -189,31 +185,7 @@ def test_greedy_tokens_beyond_the_budget_equal_transformers(zoo, monkeypatch, fa
     assert len({first for _, first in seen}) > 8, "views were filled anew"
 
 
-def test_view_restarts_after_an_unfinished_selection(zoo, pair):
-    """For example after a pass without memory."""
-    tokens = prompt_of(0, N)
-    with open_llm(pair.target) as llm:
-        runner = llm.engine.runner
-        id, view = view_of(runner, tokens[:-1], SnapKVCache)
-        first = runner.rewind(id, tokens[:-1])
-        assert runner.rewind(id, tokens[:-1]) == first < N - 1
-        expected = step_of(runner, prefill(runner, tokens[:-1], 256), tokens, N - 1)
-        logits = step_of(runner, id, tokens, first)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        assert runner.rewind(id, tokens[:-1]) == N - 1 == view.n_committed
-
-
 # TriForce: its chains are enumerated in test_drawn_trees.py
-
-
-def proposals(llm, drafter, sequences, monkeypatch):
-    """Its trees, and how many passes the target made for them."""
-    runner = llm.engine.runner
-    begin(llm, drafter, sequences, 30)
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "forward", forward := Mock(wraps=runner.forward))
-        trees = drafter.propose(sequences, 30)
-    return trees, forward.call_count
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -233,7 +205,11 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
                 drafter._dynamic = DynamicTreeBuilder
                 drafter._grow = drafter._model.grow
             sequences = [Sequence(prompt_of(seed, n_prompt, 64), params, 200) for seed in (0, 1)]
-            results.append(proposals(llm, drafter, sequences, monkeypatch))
+            begin(llm, drafter, sequences, 30)
+            with monkeypatch.context() as patch:
+                forward = Mock(wraps=llm.engine.runner.forward)
+                patch.setattr(llm.engine.runner, "forward", forward)
+                results.append((drafter.propose(sequences, 30), forward.call_count))
     (trees, n_passes), (expected, n_plain) = results
     for tree, other in zip(trees, expected, strict=True):
         assert torch.equal(tree.tokens, other.tokens) and len(tree.tokens) == 30

@@ -1,16 +1,13 @@
 """Pauses of drafting, by simulated times and in real passes."""
 
-from collections.abc import Callable
-from itertools import cycle
-from typing import Any
+from itertools import accumulate, cycle, repeat
+from operator import mul
 
-import numpy as np
 import pytest
 from support.heads import VOCAB, few_tokens, random_head
-from support.tiny import Steady, assert_continued, keep_steady, open_llm, prompt_of, sequence_of
+from support.tiny import Steady, assert_continued, open_llm, prompt_of, sequence_of
 
 from offload_rt import SamplingParams
-from offload_rt.executor.sequence import Sequence
 from offload_rt.executor.stats import PassTimes
 from offload_rt.speculate import head_model
 from offload_rt.speculate.pauses import Pauses
@@ -19,8 +16,6 @@ from offload_rt.speculate.select import drafter_type
 from offload_rt.speculate.tree_drafter import TreeDrafter
 from offload_rt.system import registry
 
-# Seconds of a pass and its tokens, with drafts.
-Drafted = Callable[[int], tuple[float, int]]
 NAMES = [
     name
     for name in registry.names("speculate.draft")
@@ -28,52 +23,38 @@ NAMES = [
 ]
 
 
-def times_of(seconds: float, n_rows: int) -> PassTimes:
-    return PassTimes(0.0, 0.0, seconds, seconds, 0, 0.0, 0.0, seconds, n_rows)
+def simulate(drafted, pauses, plain_s=0.9, n_rows=100):
+    """Generate 400 tokens; return the seconds beyond plain decoding, and which passes had drafts.
 
-
-class Rising(Steady):
-    """The estimate of a pass rises with each question."""
-
-    factor = 1.0
-
-    def seconds(self, *args: Any) -> np.ndarray:
-        self.factor *= 1.1
-        return self.factor * super().seconds(*args)
-
-    def fixed(self, level_s: float) -> Steady:
-        return Steady()
-
-
-def simulate(
-    drafted: Drafted,
-    n_tokens: int,
-    plain_s: float = 0.9,
-    n_rows: int = 100,
-    cost: type[Steady] = Steady,
-) -> tuple[float, list[bool]]:
-    """Generate a text; return its seconds, less those of plain decoding, and the drafted passes.
-
-    n_rows  of a drafted pass; by the estimate, 100 rows cost a tenth of a pass
+    drafted  seconds and tokens of a drafted pass after some tokens
+    n_rows   of a drafted pass; by the estimate, 100 rows cost a tenth of a pass
     """
-    pauses = Pauses(cost())
     sequence = sequence_of(0)
     total, ways = 0.0, []
-    while sequence.n_new < n_tokens:
+    while sequence.n_new < 400:
         ways.append(pauses.drafts([sequence]))
         seconds, n = drafted(sequence.n_new) if ways[-1] else (plain_s, 1)
-        pauses.passed(times_of(seconds, n_rows if ways[-1] else 1), n)
+        rows = n_rows if ways[-1] else 1
+        pauses.passed(PassTimes(0.0, 0.0, seconds, seconds, 0, 0.0, 0.0, seconds, rows), n)
         sequence.tokens.extend([7] * n)
         total += seconds
     return total - plain_s * sequence.n_new, ways
 
 
-@pytest.mark.parametrize("cost", [Steady, Rising])
+@pytest.mark.parametrize("growth", [1.0, 1.1])
 @pytest.mark.parametrize("time", [1.05, 1.3, 2.0])
-def test_wrong_drafts_cost_little(time, cost):
-    """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes."""
-    lost, _ = simulate(lambda _: (0.9 * time, 1), 400, cost=cost)
-    assert lost <= 0.9 * (0.02 * 400 + 2)
+def test_wrong_drafts_cost_little(time, growth):
+    """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes.
+
+    growth  of the estimate of a pass with each question
+    """
+    factors = accumulate(repeat(growth), mul)
+    cost = Steady(pass_s=lambda n_rows: next(factors) * (1.0 + n_rows / 1000))
+    cost.fixed = lambda level_s: Steady()
+    pauses = Pauses(cost)
+    for _ in range(3):  # each sequence begins with drafts
+        lost, ways = simulate(lambda _: (0.9 * time, 1), pauses)
+        assert lost <= 0.9 * (0.02 * 400 + 2) and ways[0]
 
 
 @pytest.mark.parametrize(("drafted", "settings", "n_plain", "gains"), [
@@ -87,27 +68,16 @@ def test_wrong_drafts_cost_little(time, cost):
     (lambda n: (1.2, 1 if n < 100 else 4), {}, None, True),
 ])  # fmt: skip
 def test_drafts_that_gain_or_are_free_continue(drafted, settings, n_plain, gains):
-    lost, ways = simulate(drafted, 400, **settings)
+    lost, ways = simulate(drafted, Pauses(Steady()), **settings)
     assert ways.count(False) == n_plain or (n_plain is None and not all(ways[4:40]))
     assert lost < 0 or not gains
 
 
-def test_each_sequence_begins_with_drafts():
-    pauses = Pauses(Steady())
-    for seed in range(3):
-        sequence = sequence_of(seed)
-        ways = []
-        for _ in range(40):
-            ways.append(pauses.drafts([sequence]))
-            pauses.passed(times_of(1.5, 100) if ways[-1] else times_of(1.0, 1), 1)
-        assert ways[0] and not all(ways) and sum(ways) <= 5
-
-
-def pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def pause(monkeypatch):
     """Pauses of one and of several passes, in turn."""
     pattern = cycle([True, False, True, True, False, False, False])
 
-    def drafts(pauses: Pauses, _: object) -> bool:
+    def drafts(pauses, _):
         pauses.is_drafting = next(pattern)
         return pauses.is_drafting
 
@@ -135,14 +105,14 @@ def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypa
     if kind != "model":
         settings = random_head(tmp_path, kind, few_tokens()).settings
 
-    def drafts(pauses: Pauses, batch: list[Sequence]) -> bool:
+    def drafts(pauses, batch):
         pauses.is_drafting = not answers and batch[0].n_new == 1
         return pauses.is_drafting
 
     pause(monkeypatch)
     monkeypatch.setattr(Pauses, "drafts", drafts)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, logit_bias={5: 100})
-    answers: list[Any] = []
+    answers = []
     with open_llm(**settings, place="resident", tree_size=12, max_model_len=128) as llm:
         for _ in range(4):
             answers += llm.generate([5] * 30, params)
@@ -152,10 +122,9 @@ def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen"])
-def test_hidden_states_that_wait_lead_to_the_same_trees(tmp_path, monkeypatch, kind):
+def test_hidden_states_that_wait_lead_to_the_same_trees(tmp_path, monkeypatch, steady, kind):
     """Converted for the next tree, in groups of a few, or in every pass."""
     settings = random_head(tmp_path, kind, few_tokens()).settings
-    keep_steady(monkeypatch)
     trees = []
     for most in (64, 3, 0):
         pause(monkeypatch)

@@ -1,14 +1,13 @@
 """Predictions of the target in a file: their means, and their use from the first answer on."""
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import Zoo, logits_of, open_llm, prompt_of
+from support.tiny import generate, logits_of, open_llm, prompt_of
 
 from offload_rt import SamplingParams
 from offload_rt.errors import SettingsError
@@ -29,7 +28,7 @@ PROBS = [0.5, 0.25, 0.125]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
+def path(tmp_path_factory):
     return tmp_path_factory.mktemp("predictions") / PREDICTIONS_FILE
 
 
@@ -40,7 +39,7 @@ def test_longest_known_suffix_has_the_mean_of_its_predictions(path, rows, contex
     tokens = np.array([row[1][: len(PROBS)] for row in rows])
     write_predictions(path, contexts, tokens, np.array([PROBS] * len(rows)))
     stored = StoredPredictions.read(path, VOCAB_SIZE)
-    wanted: Counter[int] = Counter()
+    wanted = Counter()
     for k in range(3):
         equal = [row for row in rows if row[0][k:] == context[k:]]
         for row in equal:
@@ -60,7 +59,7 @@ def test_own_predictions_precede_stored_ones_of_equal_length(path):
     write_predictions(path, contexts, np.array([[4], [5]]), np.ones((2, 1)))
     table = PredictionTable(stored=StoredPredictions.read(path, VOCAB_SIZE))
 
-    def first(context: tuple[int, ...]) -> tuple[int, int]:
+    def first(context):
         prediction = table.find(context)
         return prediction.kind, prediction.tokens[0]
 
@@ -71,20 +70,17 @@ def test_own_predictions_precede_stored_ones_of_equal_length(path):
     assert first((1, 2, 3)) == (3, 7)
 
 
-def write_own(path: Path, zoo: Zoo, text: list[int]) -> None:
+def write_own(path, model, text):
     """Write the target's predictions after each three tokens of a text."""
-    best = torch.softmax(logits_of(zoo.pair("llama", 0).model, text), -1)[2:].topk(8)
+    best = torch.softmax(logits_of(model, text), -1)[2:].topk(8)
     contexts = torch.tensor(text).unfold(0, 3, 1)
     write_predictions(path, *(part.numpy() for part in (contexts, best.indices, best.values)))
 
 
 @pytest.mark.parametrize("is_beside_draft", [False, True])
-def test_first_answer_is_drafted_from_the_file(zoo, tmp_path, is_beside_draft):
-    pair = zoo.pair("llama", 0)
+def test_first_answer_is_drafted_from_the_file(pair, tmp_path, is_beside_draft):
     prompt = prompt_of(0, 12)
-    params = SamplingParams(max_tokens=24)
-    with open_llm(pair.target, drafter="none") as llm:
-        (plain,) = llm.generate([prompt], params)
+    expected = [*generate(pair.model, prompt, 24)]
     if is_beside_draft:
         for file in pair.draft.iterdir():
             (tmp_path / file.name).symlink_to(file)
@@ -92,28 +88,22 @@ def test_first_answer_is_drafted_from_the_file(zoo, tmp_path, is_beside_draft):
     else:
         choice = {"drafter": "recycle", "draft_predictions": tmp_path / PREDICTIONS_FILE}
     tokens_per_pass = []
-    for text in (prompt_of(1, 12), [*prompt, *plain.token_ids]):
-        write_own(tmp_path / PREDICTIONS_FILE, zoo, text)
+    for text in (prompt_of(1, 12), prompt + expected):
+        write_own(tmp_path / PREDICTIONS_FILE, pair.model, text)
         with open_llm(pair.target, tree_size=16, **choice) as llm:
-            (answer,) = llm.generate([prompt], params)
-        assert answer.token_ids == plain.token_ids
+            (answer,) = llm.generate(prompt, SamplingParams(max_tokens=24))
+        assert answer.token_ids == expected
         tokens_per_pass.append(answer.stats.tokens_per_pass)
     assert tokens_per_pass[1] > tokens_per_pass[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "vocab_size", "problem"),
-    [
-        (None, VOCAB_SIZE, "is not a file of predictions: No such file"),
-        (b"text", VOCAB_SIZE, "is not a file of predictions"),
-        ("sound", 4, "belongs to another model: needs tokens below 4"),
-    ],
-)
-def test_wrong_files_are_refused_in_a_sentence(tmp_path, content, vocab_size, problem):
+def test_wrong_files_are_refused_in_a_sentence(tmp_path):
     path = tmp_path / PREDICTIONS_FILE
-    if content == "sound":
-        write_predictions(path, np.array([[1, 2, 3]]), np.array([[4]]), np.ones((1, 1)))
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SettingsError, match=problem):
-        StoredPredictions.read(path, vocab_size)
+    with pytest.raises(SettingsError, match="is not a file of predictions: No such file"):
+        StoredPredictions.read(path, 4)
+    path.write_text("text")
+    with pytest.raises(SettingsError, match="is not a file of predictions"):
+        StoredPredictions.read(path, 4)
+    write_predictions(path, np.array([[1, 2, 3]]), np.array([[4]]), np.ones((1, 1)))
+    with pytest.raises(SettingsError, match="belongs to another model: needs tokens below 4"):
+        StoredPredictions.read(path, 4)

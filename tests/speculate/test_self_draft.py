@@ -1,7 +1,7 @@
 """The target that drafts itself with copies of its streamed layers at four bits."""
 
 import pytest
-from support.tiny import Zoo, assert_continued, open_unloaded, prompt_of
+from support.tiny import assert_continued, open_unloaded, prompt_of
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from offload_rt import LLM, SamplingParams
@@ -13,18 +13,16 @@ pytestmark = pytest.mark.numeric
 SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
 
 
-def open_self(zoo: Zoo, name: str, n_resident: int) -> LLM:
+def open_self(zoo, name, n_resident):
     """Open a model with a number of resident layers beside three slots and the copies."""
+    directory = str(zoo.directory(name, 0))
     with pytest.raises(CapacityError) as refused:
-        LLM(str(zoo.directory(name, 0)), device_memory=1, **SETTINGS)
+        LLM(directory, device_memory=1, **SETTINGS)
     least = int(str(refused.value).split("(")[1].split()[0])
-    slot = open_unloaded(zoo.directory(name, 0), device="cpu").plan.slot_nbytes
-    nbytes = least + (1 + n_resident) * slot
-    llm = LLM(str(zoo.directory(name, 0)), device_memory=nbytes, **SETTINGS)
-    plan = llm.plan
-    assert plan.device_nbytes <= plan.budget.device
-    assert (plan.copies_nbytes > 0) == (n_resident < len(plan.tiers))
-    assert llm.plan.tiers.count("device") == n_resident
+    slot = open_unloaded(directory, device="cpu").plan.slot_nbytes
+    llm = LLM(directory, device_memory=least + (1 + n_resident) * slot, **SETTINGS)
+    assert llm.plan.device_nbytes <= llm.plan.budget.device
+    assert llm.plan.tiers.count("device") == n_resident and llm.plan.copies_nbytes > 0
     return llm
 
 

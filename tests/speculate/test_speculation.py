@@ -22,7 +22,6 @@ from support.tiny import (
     byte_level,
     drafter_of,
     generate,
-    keep_steady,
     nearly,
     open_llm,
     prefill,
@@ -41,7 +40,7 @@ from offload_rt.speculate.rows import draft_rows
 from offload_rt.speculate.select import drafter_type, load_rule
 from offload_rt.system import registry
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
 
 MODEL_DRAFTERS = [name for name in DRAFTERS if drafter_type(name).resources.needs_checkpoint]
 # Whose drafts are the draft model's alone.
@@ -50,16 +49,6 @@ OF_DRAFT = [name for name in MODEL_DRAFTERS if drafter_type(name).resources.view
 TREES = ["static_tree", "dynamic_tree"]
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 30, 14))]
 LENGTHS = (32, 24, 12, 28)
-
-
-def answers(outputs):
-    return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
-
-
-@pytest.fixture(autouse=True)
-def steady(monkeypatch):
-    """No tree depends on the clock."""
-    keep_steady(monkeypatch)
 
 
 @pytest.mark.parametrize("rule", registry.names("speculate.verify"))
@@ -103,23 +92,20 @@ def test_joint_distribution_of_sampled_tokens(tmp_path, rule, dtype):
 # The caches, of the target and of the draft
 
 
-def poison(runner, cache):
+def check_rows(runner, cache):
+    """Assert that committed rows equal a prefill of the same tokens; poison all others."""
     cache = runner._caches[cache]
-    for store in (cache.buffer.keys, cache.buffer.values):
-        store[:, :, cache.n_committed :] = torch.nan
-
-
-def assert_fresh(runner, cache):
-    """Assert that committed rows equal a prefill of the same tokens."""
-    cache = runner._caches[cache]
-    if not cache.committed:
-        return
-    prefilled = prefill(runner, cache.committed, cache.capacity)
-    fresh = runner._caches[prefilled].buffer
     n = cache.n_committed
-    runner.free_cache(prefilled)
-    for got, expected in ((cache.buffer.keys, fresh.keys), (cache.buffer.values, fresh.values)):
-        torch.testing.assert_close(got[:, :, :n], expected[:, :, :n], atol=1e-4, rtol=1e-4)
+    rows = [*vars(cache.buffer).values()]
+    if n > 0:
+        prefilled = prefill(runner, cache.committed, cache.capacity)
+        fresh = vars(runner._caches[prefilled].buffer).values()
+        runner.free_cache(prefilled)
+        for got, expected in zip(rows, fresh, strict=True):
+            torch.testing.assert_close(got[:, :, :n], expected[:, :, :n], atol=1e-4, rtol=1e-4)
+    for part in rows:
+        part[:, :, n:] = torch.nan
+    return n
 
 
 @pytest.mark.parametrize(
@@ -134,19 +120,16 @@ def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, ru
         engine = llm.engine
         n_kept = []
 
-        def poison_draft(state, _):
-            n_kept.append(engine.draft.n_committed(state.cache))
-            assert_fresh(engine.draft, state.cache)
-            poison(engine.draft, state.cache)
+        def check(state, _):
+            n_kept.append(check_rows(engine.draft, state.cache))
 
-        after_start(monkeypatch, poison_draft)
+        after_start(monkeypatch, check)
         sequences = [Sequence([*PROMPTS[i]], sampling, 128) for i, sampling in enumerate(params)]
         for sequence in sequences:
             engine.add(sequence)
         while engine.step():
             for cache in list(engine.runner._caches):
-                assert_fresh(engine.runner, cache)
-                poison(engine.runner, cache)
+                check_rows(engine.runner, cache)
     assert max(n_kept) > 12, "the draft kept nothing"
     assert sequences[0].tokens[len(PROMPTS[0]) :] == generate(pair.model, PROMPTS[0], 20)
 
@@ -195,13 +178,9 @@ def test_caches_never_exceed_the_plan(pair, monkeypatch, is_captured):
 
 
 ENDS = [
-    SamplingParams(max_new_tokens=1),
-    SamplingParams(max_new_tokens=2),
-    SamplingParams(max_new_tokens=60),
-    SamplingParams(max_new_tokens=40, stop=("a", "e", "o", "t")),
-    SamplingParams(max_new_tokens=40, stop=("q", "w")),
-    SamplingParams(max_new_tokens=9, stop=("never said",)),
-]
+    *map(SamplingParams, (1, 2, 60)), SamplingParams(40, stop=("a", "e", "o", "t")),
+    SamplingParams(40, stop=("q", "w")), SamplingParams(9, stop=("never said",)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("drafter", TREES)
@@ -212,6 +191,10 @@ def test_batch_rows_end_like_solo_runs(tmp_path, monkeypatch, drafter):
     model = CASES["mistral"].build(0, **changes)
     pair = save_pair(tmp_path, model, nearly(model, 0.003), tokenizer)
     prompts = [prompt_of(seed, n) for seed, n in enumerate((1, 30, 7, 12, 19, 3))]
+
+    def answers(outputs):
+        return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
+
     with open_llm(pair.target, max_model_len=256) as llm:
         plain = answers(llm.generate(prompts, ENDS))
     cut = []
@@ -273,21 +256,3 @@ def test_draft_with_a_differently_padded_vocabulary(tmp_path, n_more, temperatur
         assert all(output.stats.n_passes < 30 for output in got), "nothing was accepted"
         if temperature == 0:
             assert_continued(got, model, prompts, 30)
-
-
-def test_trees_grow_when_other_sequences_end(pair):
-    """The first sequence began beside many others, which limits the first trees of later ones."""
-    lengths = [9, *[1] * 6, 30, 30]
-    params = [SamplingParams(n, temperature=0) for n in lengths]
-    several = [Sequence(prompt_of(i), sampling, 128) for i, sampling in enumerate(params)]
-    settings = {"max_num_seqs": 8, "tree_size": 32, **pair.settings("dynamic_tree")}
-    with open_llm(pair.target, **settings) as llm:
-        for part in several[:7], several[7:]:
-            for sequence in part:
-                llm.engine.add(sequence)
-            llm.engine.step()
-        while llm.engine.n_running:
-            llm.engine.step()
-    for i, sequence in enumerate(several):
-        expected = generate(pair.model, prompt_of(i), lengths[i])
-        assert sequence.tokens[sequence.n_prompt :] == expected, sequence.error

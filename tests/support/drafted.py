@@ -1,12 +1,15 @@
 """Random drafted trees of any size, with the distributions that their tokens are drawn from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
+from offload_rt.speculate.static_builder import StaticTreeBuilder
+from offload_rt.speculate.tree_state import captured, select_tokens
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology
 from support.tiny import random_tree
 
@@ -49,6 +52,26 @@ def grow(
             if probs is not None:
                 tokens[child] = int(rng.choice(len(probs), p=probs.numpy()))
     return DraftTree(topology, tokens, sampled)
+
+
+def grow_with(
+    builder: StaticTreeBuilder | DynamicTreeBuilder,
+    probs_after: Callable[[tuple[int, ...]], Tensor],
+    guess: Callable[[], None] = lambda: None,
+) -> None:
+    """Grow a tree as a draft model does, by distributions (vocabulary,) after the paths of rows.
+
+    guess  may add rows to the next pass
+    """
+    state = builder.state
+    while len(state.tokens) > state.n_done:
+        guess()
+        paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
+        logits = torch.stack([probs_after(path).log().float() for path in paths[state.new_rows]])
+        reduce = captured(builder)
+        selected = select_tokens(builder, reduce(logits) if reduce else logits)
+        state.computed()
+        builder.extend(selected)
 
 
 @cache

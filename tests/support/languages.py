@@ -39,6 +39,10 @@ class Language:
     def after(self, text) -> Tensor:
         return self._draft_probs[tuple(text)]
 
+    def chance(self, text: tuple) -> float:
+        """Return the probability of the first tokens of a text."""
+        return float(np.prod([self.after(text[:i])[token] for i, token in enumerate(text)]))
+
     def below(self, text: tuple) -> Tensor:
         """(VOCABULARY,) * (LONGEST - len(text)): distributions after each next token."""
         if text not in self._below:
