@@ -84,8 +84,7 @@ def test_chat_template_is_required_or_read_from_a_file(tmp_path, capfd):
         llm.chat(conversation("hello"))
     assert chat.main(flags) == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    one_sentence(err, "no chat template")
+    one_sentence(out + err, "no chat template")
     path = tmp_path / "chat.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     flags += ["--quiet", "--max-tokens", "4", "--prompt", "the fox"]
@@ -140,8 +139,8 @@ def test_chat_flags_reach_the_template(talk, llm, model, line):
     options = {"enable_thinking": False, "mood": "?"}
     params = SamplingParams(max_new_tokens=5)
     (expected,) = llm.chat(conversation("fox"), params, chat_template_kwargs=options)
-    flags = ["--no-enable-thinking", "--chat-template-kwargs", '{"mood": "?"}', "--quiet"]
-    flags += ["--max-new-tokens", "5"]
+    flags = ["--no-enable-thinking", '--chat-template-kwargs={"mood": "?"}', "--max-new-tokens=5"]
+    flags.append("--quiet")
     assert talk(["fox"], *flags) == (0, expected.text + "\n", "")
     given = ["--model", str(model), *SHORT, "--prompt", "fox", *flags]
     assert line(*given, "--chat")[:2] == (0, expected.text + "\n")
@@ -164,11 +163,9 @@ def test_chat_reports_a_full_context_and_continues(talk):
     assert code == 0 and len(out.splitlines()) >= 2
     first, cut, stats, second, reset, again = err.splitlines()
     assert re.search(r"the conversation has 2\d\d of 200 tokens", stats)
-    assert first.startswith(
-        "error: the conversation no longer fits the context: needs at most 199 tokens"
-    )
+    full = "error: the conversation no longer fits the context: needs at most 199 tokens"
+    assert first.startswith(full) and second.startswith(full) and cut == again
     assert "the answer is cut off: the context is full" in cut and "/reset" in cut
-    assert second.startswith("error: the conversation no longer fits") and cut == again
     assert reset == "new conversation"
 
 
@@ -209,8 +206,7 @@ def test_dumb_terminal_shows_plain_lines(monkeypatch, capsys):
 
 def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
     """Ctrl-C stops an answer or clears the line; Ctrl-D ends the program."""
-    line = ["--model", str(model), "--device", "cpu", "--max-model-len", "8192"]
-    line += ["--drafter", "none"]
+    line = [str(model), "--device=cpu", "--max-model-len=8192", "--drafter=none"]
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(ours)
     seen = ""

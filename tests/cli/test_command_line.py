@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import chain, repeat
 from pathlib import Path
@@ -18,10 +18,7 @@ import pytest
 import torch
 from support.checkpoints import (
     BYTES,
-    llama_config,
-    llama_tensors,
     speaking_checkpoint,
-    write_checkpoint,
 )
 from support.command_line import PROMPT, SMALL, one_sentence, surroundings
 from support.tiny import open_unloaded
@@ -56,29 +53,23 @@ def drafting(model: Path, draft: Path) -> list[str]:
     with open_unloaded(model, device="cpu", **trees) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
     settings = trees | {"model": model, "device": "cpu", "device_memory": budget}
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return [part for pair in pairs for part in pair]
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 @pytest.fixture(scope="module")
-def spoken(model: Path) -> Callable[..., Any]:
-
-    def generate(**params: Any) -> Any:
-        with LLM(str(model), device="cpu", max_model_len=64) as llm:
-            return llm.generate(PROMPT, SamplingParams(**params))[0]
-
-    return generate
+def spoken(model: Path) -> Iterator[Callable[..., Any]]:
+    with LLM(str(model), device="cpu", max_model_len=64) as llm:
+        yield lambda **params: llm.generate(PROMPT, SamplingParams(**params))[0]
 
 
 def test_text_without_a_place_in_the_encoding_is_replaced(tmp_path, line, monkeypatch):
-    directory = speaking_checkpoint(tmp_path, BYTES)
-    arguments = ["--model", str(directory), *SMALL, "--max-new-tokens", "40", "--prompt-file", "-"]
-    with LLM(str(directory), device="cpu", max_model_len=64) as llm:
+    directory = str(speaking_checkpoint(tmp_path, BYTES))
+    with LLM(directory, device="cpu", max_model_len=64) as llm:
         text = llm.generate("é", SamplingParams(max_new_tokens=40))[0].text
     stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode())))
     monkeypatch.setattr(sys, "stdout", stdout)
-    code, _, report = line(*arguments)
+    code, _, report = line(directory, *SMALL, "--max-new-tokens", "40", "--prompt-file", "-")
     assert code == 0 and not text.isascii()
     assert stdout.buffer.getvalue() == text.encode("ascii", "replace") + b"\n"
     assert "40 tokens in" in report and "per pass" in report
@@ -90,7 +81,7 @@ def _refused(got: tuple[int, str, str], *words: str) -> None:
 
 
 def test_draft_model_changes_speed_but_not_text(line, drafting, spoken):
-    flags = ["--prompt", PROMPT, "--max-new-tokens", "24", "--show-tree", "--baseline", "--verbose"]
+    flags = ["--prompt", PROMPT, "--max-new-tokens=24", "--show-tree", "--baseline", "--verbose"]
     code, out, report = line(*drafting, *flags)
     assert (code, out) == (0, spoken(max_new_tokens=24).text + "\n")
     for pattern in (
@@ -128,26 +119,19 @@ def test_calibrate_prints_one_json_object(drafting, capfd):
     assert report.count("adaptive_tree: ") == report.count("static_tree: ") == 4
 
 
-@pytest.mark.parametrize("stop", [(), ("e",)])
-def test_json_has_text_ids_reason_and_stats(stop, line, model, spoken):
-    flags = ["--model", str(model), *SMALL, "--prompt", PROMPT, "--max-new-tokens", "20", "--json"]
-    code, out, _ = line(*flags, *(part for text in stop for part in ("--stop", text)))
-    assert (code, out.count("\n")) == (0, 1)
-    got = json.loads(out)
-    stats = got.pop("stats")
-    api = spoken(max_new_tokens=20, stop=stop)
-    expected = {name: getattr(api, name) for name in ("text", "token_ids", "finish_reason")}
-    assert got == expected and list(got) == list(expected)
-    assert list(stats) == [item.name for item in fields(Stats)]
-    assert stats["n_tokens"] == len(api.token_ids) and stats["link_bytes"] > 0
-
-
-def test_json_reports_trees(line, drafting):
-    flags = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"]
-    code, out, err = line(*drafting, *flags)
-    assert (code, err) == (0, "")
-    stats = json.loads(out)["stats"]
-    assert stats["n_passes"] < stats["n_tokens"] == 24 and stats["tokens_per_pass"] > 1
+def test_json_has_text_ids_reason_and_stats(line, drafting, spoken):
+    flags = [*drafting, "--prompt", PROMPT, "--max-new-tokens", "24", "--json", "--quiet"]
+    for stop in ("e", ""):
+        code, out, err = line(*flags, *(["--stop", stop] if stop else []))
+        assert (code, out.count("\n"), err) == (0, 1, "")
+        *got, (_, stats) = json.loads(out).items()
+        api = spoken(max_new_tokens=24, stop=stop or ())
+        assert got == [
+            (name, getattr(api, name)) for name in ("text", "token_ids", "finish_reason")
+        ]
+        assert list(stats) == [item.name for item in fields(Stats)]
+        assert stats["n_tokens"] == len(api.token_ids) and stats["link_bytes"] > 0
+    assert stats["n_passes"] < 24 and stats["tokens_per_pass"] > 1
     assert 1 < stats["nodes_per_tree"] <= 24 and 1 < stats["levels_per_tree"] <= 4
     assert len(stats["tree_widths"]) <= 4 and sum(stats["tree_widths"]) <= 24
     assert stats["tree_widths"][0] == 1
@@ -207,24 +191,20 @@ def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model
 def test_unusable_files_and_devices_are_refused(line, model, tmp_path):
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
-    config = llama_config()
-    plain = write_checkpoint(tmp_path / "plain", config, llama_tensors(config))
-    flags = ["--device", "cpu", "--prompt", "x", "--quiet"]
-    _refused(line("--model", str(plain), *flags), "tokenizer")
-    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    copy = shutil.copytree(model, tmp_path / "copy")
     (copy / "tokenizer.json").write_text('{"version": "1.0", "model": 7}')
     _refused(line("--model", str(copy), "--prompt", "x"), "the tokenizer in", "cannot be loaded")
+    (copy / "tokenizer.json").unlink()
+    _refused(line(str(copy), "x", "--device", "cpu", "--quiet"), "tokenizer")
     if not torch.cuda.is_available():
         code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
         assert (code, out) == (3, "") and err.startswith("error: --device cuda")
 
 
-@pytest.mark.parametrize(
-    ("limit", "advice"), [(1 << 40, "set --device-memory to "), (1000, "use a larger device")]
-)
-def test_budget_is_advised_only_within_the_memory(limit, advice, line, model, monkeypatch):
-    monkeypatch.setattr(device, "memory_limit", lambda: limit)
-    _refused(line(str(model), "x", "--device", "cpu", "--device-memory", "1000"), advice)
+def test_budget_is_advised_only_within_the_memory(line, model, monkeypatch):
+    for limit, advice in ((1 << 40, "set --device-memory to "), (1000, "use a larger device")):
+        monkeypatch.setattr(device, "memory_limit", lambda limit=limit: limit)
+        _refused(line(str(model), "x", "--device", "cpu", "--device-memory", "1000"), advice)
 
 
 @pytest.mark.parametrize(
@@ -272,27 +252,29 @@ def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
 
 @pytest.mark.parametrize("length", [20, 40])
 def test_longer_context_is_advised_only_if_possible(length, line, tmp_path, monkeypatch):
-    directory = speaking_checkpoint(tmp_path, max_position_embeddings=40)
+    directory = str(speaking_checkpoint(tmp_path, max_position_embeddings=40))
     (tmp_path / "chat.jinja").write_text("the")
-    given = ["--device", "cpu", "--max-model-len", str(length), "--drafter", "none"]
-    _, _, report = line(str(directory), "the", *given, "--max-tokens", "99")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
-    template = ["--chat-template", str(tmp_path / "chat.jinja")]
-    _, _, answered = line(str(directory), *given, *template, "--quiet", main=chat.main)
+    given = ["--device=cpu", f"--max-model-len={length}", "--drafter=none"]
+    report = line(directory, "the", *given, "--max-tokens", "99")[2]
+    given += ["--chat-template", str(tmp_path / "chat.jinja"), "--quiet"]
+    answered = line(directory, *given, main=chat.main)[2]
     assert f"the context of {length} tokens is full" in report
     assert "the answer is cut off: the context is full" in answered
     assert [report.count("raise"), answered.count("raise")] == [int(length < 40)] * 2
 
 
-@pytest.mark.parametrize(
-    "code", ["import offload_rt.run", "import offload_rt.cli.main", "from offload_rt import LLM"]
-)
-def test_other_operating_systems_are_refused(code):
-    command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
-    assert done.returncode
-    assert done.stderr.splitlines()[-1].endswith("offload_rt needs Linux; on Windows use WSL 2")
-    assert done.stderr.count("\n") == 1 or "LLM" in code
+def test_other_operating_systems_are_refused():
+    for code in (
+        "import offload_rt.run",
+        "import offload_rt.cli.main",
+        "from offload_rt import LLM",
+    ):
+        command = [sys.executable, "-c", f"import sys; sys.platform = 'darwin'; {code}"]
+        done = subprocess.run(command, capture_output=True, text=True, env=surroundings())
+        assert done.returncode
+        assert done.stderr.endswith("offload_rt needs Linux; on Windows use WSL 2\n")
+        assert done.stderr.count("\n") == 1 or "LLM" in code
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -306,7 +288,7 @@ def test_unusable_cuda_device_is_reported(line, model, monkeypatch):
 
 
 def test_verbs_receive_their_flags(capfd, model):
-    assert cli_main.main(["plan", "--model", str(model), "--gpu", "rtx4090", "--json"]) == 0
+    assert cli_main.main(["plan", str(model), "--gpu", "rtx4090", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["machine"] == "GeForce RTX 4090"
     for arguments in (["--help"], []):
         assert cli_main.main(arguments) == 0
@@ -336,13 +318,12 @@ def test_help_fits_the_terminal_and_keeps_its_examples(width, capfd, monkeypatch
         whole, wrapped = shown
         assert whole.startswith(f"usage: offload-rt {verb} ")
         assert max(map(len, wrapped.splitlines())) <= width, verb
-        examples = [text.partition("examples:")[2] for text in (whole, wrapped)]
-        commands = [
-            [shlex.split(line) for line in re.sub(r"\\\n", "", text).splitlines() if line]
-            for text in examples
-        ]
-        assert commands[0] == commands[1]
-        n_examples += len(commands[0])
+        examples = [text.partition("examples:")[2].replace("\\\n", "") for text in shown]
+        commands, wrapped_commands = (
+            [shlex.split(line) for line in text.splitlines() if line] for text in examples
+        )
+        assert commands == wrapped_commands
+        n_examples += len(commands)
         assert not re.search(r"default: *(None|$)", whole, re.M)
     assert n_examples > 10
 
@@ -369,14 +350,13 @@ def test_several_prompts_are_a_batch(line, model):
     prompts = [PROMPT, "the\nlazy"]
     with LLM(str(model), device="cpu", max_model_len=64) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=9))
-    texts = [output.text for output in outputs]
-    flags = ["--model", str(model), *SMALL, "--max-new-tokens", "9", "--prompt", PROMPT]
-    whole = f"{texts[0]}\n\n{texts[1]}\n\n"
-    assert line(*flags, "--prompt", prompts[1], "--quiet") == (0, whole, "")
-    _, out, err = line(*flags, "--prompt", prompts[1])
-    assert out == whole
+    flags = [f"--model={model}", *SMALL, "--max-new-tokens=9"]
+    flags += [f"--prompt={prompt}" for prompt in prompts]
+    code, out, err = line(*flags)
+    assert (code, out) == (0, "".join(f"{output.text}\n\n" for output in outputs))
     assert f"[1] {PROMPT}\n" in err and "[2] the ...\n" in err
-    assert f"[1] {PROMPT}\n" in line(*flags)[2]
-    parsed = json.loads(line(*flags, "--prompt", prompts[1], "--json")[1])
-    assert [output["text"] for output in parsed] == texts
-    assert all(len(output["token_ids"]) == 9 for output in parsed)
+    assert line(*flags, "--quiet") == (0, out, "")
+    parsed = json.loads(line(*flags, "--json")[1])
+    assert [(answer["text"], answer["token_ids"]) for answer in parsed] == [
+        (output.text, output.token_ids) for output in outputs
+    ]

@@ -34,19 +34,6 @@ def test_undo_and_regenerate_remove_the_last_turn(conversation):
         conversation.regenerate()
 
 
-def test_saved_conversation_is_loaded_again(conversation, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    conversation.run("/save ~/home.json")
-    assert (tmp_path / "home.json").exists()
-    path = tmp_path / "my chat.json"
-    assert conversation.run(f"/save {path}") == f"saved 4 messages to {path}"
-    other = Conversation(SamplingParams())
-    assert other.run(f"/load {path}") == "loaded 4 messages"
-    assert (other.messages, other.system) == (conversation.messages, "Be brief.")
-    other.run("/system")
-    assert other.system is None
-
-
 def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path):
     before = list(conversation.messages)
     part = '{"role": "user", "content": [{"image_url": {"url": "http:"}}, {"text": "a"}]}'
@@ -63,7 +50,9 @@ def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path):
         assert conversation.messages == before
 
 
-def test_files_and_images_precede_the_next_message_only_and_are_saved(conversation, tmp_path):
+def test_files_and_images_precede_the_next_message_only_and_are_saved(
+    conversation, tmp_path, monkeypatch
+):
     buffer = io.BytesIO()
     Image.new("RGB", (4, 3), "teal").save(buffer, "WEBP")
     (tmp_path / "a.webp").write_bytes(buffer.getvalue())
@@ -89,10 +78,14 @@ def test_files_and_images_precede_the_next_message_only_and_are_saved(conversati
         assert asked[-1]["content"] == content
         conversation.add_answer(asked, "3")
         assert conversation.ask("And?")[-1]["content"] == "And?"
-    conversation.run(f"/save {tmp_path / 'chat.json'}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "my chat.json"
+    assert conversation.run("/save ~/my chat.json") == f"saved 8 messages to {path}"
     other = Conversation(SamplingParams())
-    other.run(f"/load {tmp_path / 'chat.json'}")
-    assert other.messages == conversation.messages
+    assert other.run(f"/load {path}") == "loaded 8 messages"
+    assert (other.messages, other.system) == (conversation.messages, "Be brief.")
+    other.run("/system")
+    assert other.system is None
 
 
 def test_wrong_command_is_reported_in_one_sentence(conversation):

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import weakref
-from collections import namedtuple
+from types import SimpleNamespace
 
 import expand
 import expansion
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.serving import MODELS
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from offload_rt.models.families import parse_architecture
@@ -22,21 +23,12 @@ TINY = {
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "tie_word_embeddings": True,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-3, "eos_token_id": None,
 }  # fmt: skip
-DEMO_LIKE = TINY | {
-    "vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 640, "rms_norm_eps": 1e-5,
-    "model_type": "llama",
-}  # fmt: skip
-Sizes = namedtuple("Sizes", "hidden layers heads kv head_dim neurons")
-EXACT = {
-    "4 D": Sizes(128, 3, 8, 4, 8, 160),
-    "2 D, 4 head_dim": Sizes(64, 3, 4, 2, 32, 64),
-    "5 D, groups of 8": Sizes(160, 3, 16, 2, 8, 48),
-    "7 D, groups of 1": Sizes(224, 5, 8, 8, 8, 100),
-    "D, layers": Sizes(32, 8, 4, 2, 8, 48),
-    "20 D, all": Sizes(640, 7, 32, 4, 32, 300),
-}
-ROUNDED = {"2.5 D": Sizes(80, 4, 8, 4, 8, 64), "2 head_dim": Sizes(64, 3, 4, 2, 16, 64)}
+# Hidden size, layers, heads, key-value heads, head size and MLP width.
+WIDER = (128, 3, 8, 4, 8, 160)
+LARGER_HEADS = (64, 3, 4, 2, 32, 64)
+EXACT = [WIDER, LARGER_HEADS, (160, 3, 16, 2, 8, 48), (224, 5, 8, 8, 8, 100), (32, 8, 4, 2, 8, 48),
+         (640, 7, 32, 4, 32, 300)]  # fmt: skip
+ROUNDED = [(80, 4, 8, 4, 8, 64), (64, 3, 4, 2, 16, 64)]
 
 
 def make_source(directory, model=LlamaForCausalLM, config=LlamaConfig, **changes):
@@ -65,12 +57,6 @@ def run(source, out, *flags, rc=0):
     return out
 
 
-def written(out):
-    """Return the state of a folder that writes would change; reads may change access times."""
-    stats = {path.name: path.stat() for path in (out, *out.iterdir())}
-    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
 def load(directory):
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
@@ -85,24 +71,23 @@ def assert_same_function(small, large):
     assert torch.equal(large.generate(ids[:1], **options), small.generate(ids[:1], **options))
 
 
-@pytest.mark.parametrize("sizes", [*EXACT.values(), *ROUNDED.values()], ids=[*EXACT, *ROUNDED])
+@pytest.mark.parametrize("sizes", EXACT + ROUNDED, ids=str)
 def test_expanded_logits_and_text_equal_the_source(source, tmp_path, sizes, capsys):
     out = run(source, tmp_path / "out", *flags_of(sizes))
-    assert ("powers of two only" in capsys.readouterr().err) == (sizes in EXACT.values())
+    assert ("powers of two only" in capsys.readouterr().err) == (sizes in EXACT)
     large = load(out)
     assert (large.config.hidden_size, large.config.num_hidden_layers) == sizes[:2]
     assert_same_function(load(source), large)
 
 
-@pytest.mark.parametrize("rope", [
-    {"rope_type": "linear"},
-    {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32},
-])  # fmt: skip
-def test_scaled_rope_and_more_positions(tmp_path, rope):
-    parameters = {"rope_theta": 500.0, "factor": 4.0, **rope}
+@pytest.mark.parametrize("rope_type", ["linear", "llama3"])
+def test_scaled_rope_and_more_positions(tmp_path, rope_type):
+    parameters = {"rope_type": rope_type, "rope_theta": 500.0, "factor": 4.0}
+    if rope_type == "llama3":
+        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                       "original_max_position_embeddings": 32}  # fmt: skip
     source = make_source(tmp_path / "source", rope_parameters=parameters)
-    flags = [*flags_of(EXACT["2 D, 4 head_dim"]), "--max-position-embeddings", "512"]
+    flags = [*flags_of(LARGER_HEADS), "--max-position-embeddings", "512"]
     out = run(source, tmp_path / "out", *flags)
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == 512
     assert_same_function(load(source), load(out))
@@ -110,7 +95,7 @@ def test_scaled_rope_and_more_positions(tmp_path, rope):
 
 @pytest.mark.parametrize("limit", [40_000, 400_000, 10**9])
 def test_shards_keep_their_size_and_whole_layers(source, tmp_path, limit):
-    flags = [*flags_of(EXACT["2 D, 4 head_dim"]), "--shard-size", str(limit)]
+    flags = [*flags_of(LARGER_HEADS), "--shard-size", str(limit)]
     out = run(source, tmp_path / "out", *flags)
     shards = sorted(out.glob("model-*.safetensors"))
     assert all(path.stat().st_size <= limit for path in shards)
@@ -138,54 +123,51 @@ def test_expand_holds_at_most_one_shard_in_memory(source, tmp_path, monkeypatch)
         return tensor
 
     monkeypatch.setattr(expand.Expansion, "tensor", weigh)
-    out = run(source, tmp_path / "out", *flags_of(EXACT["4 D"]), "--shard-size", "500K")
+    out = run(source, tmp_path / "out", *flags_of(WIDER), "--shard-size", "500K")
     assert len(list(out.glob("model-*.safetensors"))) > 2
     assert max(held) <= 500_000
 
 
-@pytest.mark.parametrize("spoiled", ["retrained", "cut short", "tokenizer gone"])
-def test_stale_or_damaged_expansion_is_rebuilt(source, tmp_path, spoiled):
-    out = tmp_path / "out"
-    flags = flags_of(EXACT["4 D"])
-    run(source, out, *flags)
-    shard = next(out.glob("model-*.safetensors"))
-    if spoiled == "retrained":
-        path = source / "model.safetensors"
-        weights = {name: tensor * 0.9 for name, tensor in load_file(path).items()}
-        save_file(weights, path, metadata={"format": "pt"})
-    elif spoiled == "cut short":
-        shard.write_bytes(shard.read_bytes()[:-9])
-    else:
-        (out / "tokenizer_config.json").unlink()
-    run(source, out, *flags)
-    assert (out / "tokenizer_config.json").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-    assert_same_function(load(source), load(out))
-
-
-def test_output_folder_with_contents_is_unchanged(source, tmp_path, capsys):
-    flags = flags_of(EXACT["4 D"])
+def test_expansion_is_written_once_and_a_stale_or_damaged_folder_again(
+    source, tmp_path, monkeypatch, capsys
+):
+    flags = flags_of(WIDER)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        run(source, tmp_path / "out", *flags, rc=2)
+    assert "too full" in capsys.readouterr().err and not (tmp_path / "out").exists()
     out = run(source, tmp_path / "out", *flags)
-    before = written(out)
+
+    def stats() -> dict[str, tuple[int, int]]:
+        """State of the folder that writes would change; reads may change access times."""
+        found = {path.name: path.stat() for path in (out, *out.iterdir())}
+        return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
+
+    before = stats()
     assert {"tokenizer_config.json", "generation_config.json", "expansion.json"} <= set(before)
     run(source, out, *flags)
     assert "already there" in capsys.readouterr().err
-    run(source, out, *flags_of(EXACT["2 D, 4 head_dim"]), rc=2)
+    run(source, out, *flags_of(LARGER_HEADS), rc=2)
     run(source, source, *flags, rc=2)
     assert capsys.readouterr().err.count("already has other contents") == 2
-    assert written(out) == before
+    assert stats() == before
+    path, shard = source / "model.safetensors", next(out.glob("model-*.safetensors"))
+    weights = {name: tensor * 0.9 for name, tensor in load_file(path).items()}
+    for spoil in (
+        lambda: save_file(weights, path, metadata={"format": "pt"}),
+        lambda: shard.write_bytes(shard.read_bytes()[:-9]),
+        (out / "tokenizer_config.json").unlink,
+    ):
+        spoil()
+        run(source, out, *flags)
+        assert (out / "tokenizer_config.json").exists()
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source"]
+        assert_same_function(load(source), load(out))
     (tmp_path / "empty").mkdir()
     run(source, tmp_path / "empty", *flags)
 
 
-def test_full_disk_is_detected_first(source, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
-    run(source, tmp_path / "out", *flags_of(EXACT["4 D"]), rc=2)
-    assert "too full" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_unsuitable_sizes_are_refused(source, tmp_path, capsys):
+def test_unsuitable_sizes_and_sources_are_refused(source, tmp_path, capsys):
     for flags, words in (
         ("--hidden-size 16", "--hidden-size"), ("--layers 2", "--layers"),
         ("--layers 0", "from 1 to"), ("--heads 0", "config.json"),
@@ -201,26 +183,22 @@ def test_unsuitable_sizes_are_refused(source, tmp_path, capsys):
         run(source, tmp_path / "out", *flags.split(), rc=2)
         assert words in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"attention_bias": True}, "without biases"),
-    ({"mlp_bias": True}, "without biases"),
-    ({"model": MistralForCausalLM, "config": MistralConfig, "sliding_window": None},
-        "has a mistral"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary"),
-])  # fmt: skip
-def test_unsupported_sources_are_refused(tmp_path, capsys, changes, words):
-    source = make_source(tmp_path / "source", **changes)
-    run(source, tmp_path / "out", *flags_of(EXACT["2 D, 4 head_dim"]), rc=2)
-    assert words in capsys.readouterr().err
+    mistral = {"model": MistralForCausalLM, "config": MistralConfig, "sliding_window": None}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    for changes, words in (
+        ({"attention_bias": True}, "without biases"), ({"mlp_bias": True}, "without biases"),
+        (mistral, "has a mistral"), ({"rope_parameters": dynamic}, "rotary"),
+    ):  # fmt: skip
+        run(make_source(source, **changes), tmp_path / "out", *flags_of(LARGER_HEADS), rc=2)
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nbytes", [50e6, 300e6, 1.5e9, 3e9, 14e9, 140e9])
 def test_shape_of_the_given_size(nbytes):
-    source = parse_architecture(DEMO_LIKE)
+    config = json.loads((MODELS / "demo-target" / "config.json").read_text())
+    source = parse_architecture(config)
     shape = expand.shape_for(int(nbytes), source, 2)
-    target = parse_architecture(DEMO_LIKE | vars(shape) | {"tie_word_embeddings": False})
+    target = parse_architecture(config | vars(shape) | {"tie_word_embeddings": False})
     expand.check(source, target)
     size = 2 * sum(math.prod(piece.shape) for group in expansion.pieces(target) for piece in group)
     assert abs(size / nbytes - 1) < 0.03

@@ -27,9 +27,9 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Chrome]:
     options = ChromeOptions()
-    for flag in ("headless=new", "no-sandbox", "window-size=1280,860", "disable-gpu"):
+    for flag in ("headless=new", "no-sandbox", "window-size=1280,860", "disable-gpu",
+                 "disable-dev-shm-usage"):  # fmt: skip
         options.add_argument(f"--{flag}")
-    options.add_argument("--disable-dev-shm-usage")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Chrome(options, ChromeService(shutil.which("chromedriver"))) as driver:
         yield driver
@@ -67,28 +67,27 @@ def emulate_phone(driver: Chrome) -> None:
 
 def wait(driver: Chrome, holds: Any) -> Any:
     # The page may replace an element between its search and its use.
-    ignored = (StaleElementReferenceException,)
-    patience = WebDriverWait(driver, 60, poll_frequency=0.02, ignored_exceptions=ignored)
-    return patience.until(lambda _: holds())
+    return WebDriverWait(driver, 60, 0.02, (StaleElementReferenceException,)).until(
+        lambda _: holds()
+    )
 
 
 def say(driver: Chrome, text: str) -> None:
     driver.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER)
 
 
-def set_limit(driver: Chrome, n: int) -> None:
-    driver.find_element(By.ID, "open-settings").click()
-    driver.find_element(By.NAME, "max_tokens").send_keys(str(n))
-    driver.find_element(By.NAME, "temperature").send_keys("0")
-    driver.find_element(By.CSS_SELECTOR, "#settings button[type=submit]").click()
+def change_settings(driver: Chrome, **values: object) -> None:
+    click(driver, "#open-settings")
+    for name, value in values.items():
+        driver.find_element(By.NAME, name).send_keys(str(value))
+    click(driver, "#settings button[type=submit]")
 
 
 def start(driver: Chrome, n: int, text: str = "import os") -> str:
     """Answer a message by a number of tokens."""
-    set_limit(driver, n)
+    change_settings(driver, max_tokens=n, temperature=0)
     say(driver, text)
-    (answer,) = wait_for_end(driver, 1)
-    return answer
+    return wait_for_end(driver, 1)[0]
 
 
 def edit(driver: Chrome, text: str) -> None:
@@ -113,16 +112,12 @@ def export(driver: Chrome, folder: Path) -> Path:
 
 def branch(driver: Chrome) -> list[dict[str, Any]]:
     """Read the messages of the displayed branch from the browser's storage."""
-    return driver.execute_script(
+    return driver.execute_async_script(
         """
-        const open = JSON.parse(localStorage.open);
-        const conversation = JSON.parse(localStorage.conversations).find(({ id }) => id === open);
-        const messages = [];
-        let id = conversation?.leaf ?? null;
-        for (; id !== null; id = conversation.nodes[id].parent) {
-          messages.unshift(conversation.nodes[id]);
-        }
-        return messages;
+        import("/page/store.js").then(({ branch, load, loadConversations }) => {
+          const open = loadConversations().find(({ id }) => id === load("open", null));
+          arguments[0](open ? branch(open) : []);
+        });
         """
     )
 
@@ -154,13 +149,7 @@ def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
 
 
 def click(driver: Chrome, selector: str) -> None:
-    """Click an element. The page may replace elements between finding and clicking."""
-
-    def is_clicked() -> bool:
-        driver.find_element(By.CSS_SELECTOR, selector).click()
-        return True
-
-    wait(driver, is_clicked)
+    wait(driver, lambda: driver.find_element(By.CSS_SELECTOR, selector).click() is None)
 
 
 def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
@@ -203,11 +192,9 @@ def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, se
     wait(page, lambda: text_of(page, "model") == "demo")
     text = "def read_lines(path, encoding='utf-8'):"
     first = start(page, 48, text)
-    conversation = [{"role": "user", "content": text}]
-    expected = served.client.chat.completions.create(
-        model="demo", messages=conversation, max_tokens=48, temperature=0
-    )
-    assert first == expected.choices[0].message.content
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 48, "temperature": 0}
+    (choice,) = served.post("/v1/chat/completions", body)[1]["choices"]
+    assert first == choice["message"]["content"]
     n_passes = int(text_of(page, "passes"))
     assert count(page, "article.assistant .pass")
     assert float(text_of(page, "per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
@@ -223,24 +210,12 @@ def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, se
         assert page.execute_script(CONTRAST) == [], f"contrast of a {scheme} page"
 
 
-def test_edit_and_regenerate_add_versions_that_can_be_displayed(page):
-    first = start(page, 8)
-    assert regenerate(page) == [first]  # temperature 0
-    assert page.find_element(By.CSS_SELECTOR, ".assistant .version").text == "2/2"
-    edit(page, "\nimport sys")
-    wait_for_end(page, 1)
-    assert branch(page)[0]["content"] == "import os\nimport sys"
-    page.find_element(By.CSS_SELECTOR, ".user [aria-label='Previous version']").click()
-    assert [message["content"] for message in branch(page)] == ["import os", first]
-
-
 def test_answer_continues_while_another_conversation_is_open(page):
-    set_limit(page, 100)
+    change_settings(page, max_tokens=100)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
     click(page, "#new")
-    assert page.find_element(By.ID, "send").is_displayed()
-    assert not count(page, "article")
+    assert page.find_element(By.ID, "send").is_displayed() and not count(page, "article")
     click(page, "#chats .open")
     (whole,) = wait_for_end(page, 1)
     assert whole and text_of(page, "status") == ""
@@ -279,7 +254,7 @@ def test_attached_file_is_sent_with_the_message(page, tmp_path):
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
     (tmp_path / "large.txt").write_text("x" * 300_000)
     Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
-    set_limit(page, 4)
+    change_settings(page, max_tokens=4)
     for name, place, shown in (
         ("binary.bin", "status", "is no text"), ("large.txt", "status", "at most 262144"),
         ("teal.png", "status", "demo reads text only; teal.png is an image"),
@@ -306,6 +281,7 @@ const options = { bubbles: true, clipboardData: data, dataTransfer: data };
 const made = event === "paste" ? new ClipboardEvent(event, options) : new DragEvent(event, options);
 document.getElementById("prompt").dispatchEvent(made);
 """
+SCROLLED = "return document.documentElement.scrollWidth"
 # Natural width of each loaded image of the conversation.
 WIDTHS = "return [...document.querySelectorAll('article img')].map((image) => image.naturalWidth)"
 
@@ -323,12 +299,12 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     def wait_for_images(n: int) -> None:
         wait(page, lambda: count(page, "#attached img") == n)
 
-    def wait_for_shown_images() -> None:
-        wait(page, lambda: page.execute_script(WIDTHS) == [60] * 3)
+    def are_shown() -> bool:
+        return page.execute_script(WIDTHS) == [60] * 3
 
     page.get(f"http://127.0.0.1:{vision.port}/")
     wait(page, lambda: text_of(page, "model") == "demo")
-    set_limit(page, 4)
+    change_settings(page, max_tokens=4, temperature=0)
     files = page.find_element(By.ID, "attach-files")
     files.send_keys(str(tmp_path / "noise.png"))
     wait(page, lambda: "the server accepts 200000" in text_of(page, "status"))
@@ -344,9 +320,9 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
         wait_for_images(n)
     say(page, "What?")
     assert wait_for_end(page, 1) == [expected("What?")]
-    wait_for_shown_images()
+    wait(page, are_shown)
     page.refresh()
-    wait_for_shown_images()
+    wait(page, are_shown)
     edit(page, " Why?")
     assert wait_for_end(page, 1) == [expected("What? Why?")]
     exported = export(page, tmp_path)
@@ -354,23 +330,12 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     click(page, "#confirm-yes")
     wait(page, lambda: not count(page, "#chats li"))
     page.find_element(By.ID, "import-file").send_keys(str(exported))
-    wait_for_shown_images()
+    wait(page, are_shown)
     assert regenerate(page) == [expected("What? Why?")]
     emulate_phone(page)
     page.execute_script(PUT, "paste", [*path.read_bytes()])
     wait_for_images(1)
-    assert page.execute_script("return document.documentElement.scrollWidth") <= 390
-
-
-def test_settings_and_system_message_belong_to_a_conversation(page):
-    start(page, 4)
-    click(page, "#open-settings")
-    page.find_element(By.NAME, "system").send_keys("Be brief.")
-    click(page, "#settings button[type=submit]")
-    stored = "return JSON.parse(localStorage.conversations)[0].settings"
-    wait(page, lambda: page.execute_script(stored).get("system") == "Be brief.")
-    defaults = page.execute_script("return JSON.parse(localStorage.defaults)")
-    assert defaults == {"max_tokens": 4, "temperature": 0}
+    assert page.execute_script(SCROLLED) <= 390
 
 
 MARKDOWN = """# Title
@@ -393,7 +358,7 @@ def add(first, second):
 """
 
 
-def test_marks_of_passes_never_change_the_rendered_text(page):
+def test_marks_of_passes_colour_words_and_never_change_the_text(page):
     plain = render(page, MARKDOWN, [])
     assert "<script" not in plain["html"] and "hljs-keyword" in plain["html"]
     assert plain["passes"] == []
@@ -404,10 +369,7 @@ def test_marks_of_passes_never_change_the_rendered_text(page):
         assert not max(rendered["html"]) >= "\U000f0000"
         numbers = [int(name.split()[1]) for name, _ in rendered["passes"]]
         assert numbers == sorted(numbers) and max(numbers) <= len(pieces)
-
-
-def test_words_have_the_colour_of_their_pass(page):
-    """A pass that begins between two asterisks is coloured from the next letter on."""
+    # A pass that begins between two asterisks is coloured from the next letter on.
     rendered = render(page, "one two **three** four", ["one ", "two **", "three** fo", "ur"])
     assert rendered["passes"] == [
         ["pass 1", "one "], ["pass 2", "two "], ["pass 2", "t"], ["pass 3", "hree"],
@@ -420,9 +382,7 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
     page.refresh()
     start(page, 24, "def read_lines(path, encoding='utf-8'):")
     assert "tokens/s" in text_of(page, "rate")
-    widths = "return [document.documentElement.scrollWidth, innerWidth]"
-    scrolled, width = page.execute_script(widths)
-    assert scrolled <= width == 390
+    assert page.execute_script(SCROLLED) <= page.execute_script("return innerWidth") == 390
     click(page, "#menu")
     assert focused(page) == "new"
     page.switch_to.active_element.send_keys(Keys.ESCAPE)
@@ -444,7 +404,7 @@ def test_answer_is_stopped(page, served, monkeypatch):
         return step()
 
     monkeypatch.setattr(served.llm.engine, "step", step_held)
-    set_limit(page, 230)
+    change_settings(page, max_tokens=230)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
     page.find_element(By.ID, "stop").click()
@@ -463,8 +423,9 @@ def test_every_control_is_reached_by_the_keyboard(page):
     assert controls | {"attach", "send"} <= reached
 
 
-def test_escape_discards_and_the_focus_stays_on_the_page(page):
-    start(page, 2)
+def test_versions_titles_settings_and_the_focus(page):
+    """Escape discards an edit, and the focus stays on the page."""
+    first = start(page, 2)
 
     def press(selector: str, *keys: str) -> str:
         """Press a button by Enter, then send keys to the focused element; returns the focus."""
@@ -479,7 +440,17 @@ def test_escape_discards_and_the_focus_stays_on_the_page(page):
         assert page.find_element(By.CSS_SELECTOR, "#chats .open").text == title
     assert press("[aria-label^=Rename]", Keys.ENTER) == "prompt"
     assert press("#open-settings", "Be terse.", Keys.ESCAPE) == "open-settings"
-    assert "Be terse." not in page.execute_script("return localStorage.conversations")
     assert press(".user .actions button:last-child", Keys.ESCAPE) == "prompt"
-    regenerate(page)
+    assert regenerate(page) == [first]
+    assert page.find_element(By.CSS_SELECTOR, ".assistant .version").text == "2/2"
     assert press("[aria-label='Previous version']") == "Next version"
+    edit(page, "\nimport sys")
+    wait_for_end(page, 1)
+    assert branch(page)[0]["content"] == "import os\nimport sys"
+    click(page, ".user [aria-label='Previous version']")
+    assert [message["content"] for message in branch(page)] == ["import os", first]
+    change_settings(page, system="Be brief.")
+    stored = "return JSON.parse(localStorage.conversations)[0].settings.system"
+    wait(page, lambda: page.execute_script(stored) == "Be brief.")
+    defaults = page.execute_script("return JSON.parse(localStorage.defaults)")
+    assert defaults == {"max_tokens": 2, "temperature": 0}

@@ -15,62 +15,64 @@ COMPLETIONS = [
     *((f'{{"prompt": "x", "{name}": {value}}}'.encode(), name) for name, value in (
         ("temperature", "NaN"), ("top_p", "Infinity"), ("presence_penalty", "-Infinity"),
         ("logit_bias", '{"5": NaN}'), ("seed", "Infinity"), ("n", "1e300"))),
-    *(({"prompt": prompt}, "needs a text") for prompt in (
-        5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, [], None, [1.5] * 30_000)),
-    *(({"prompt": prompt}, "prompt is empty") for prompt in ([[]], [[1], []])),
-    *(({"prompt": [id]}, "token id") for id in (10**9, -1, 2**70)),
-    *(({"prompt": prompt}, TOO_LONG) for prompt in ("x " * 5000, [1] * 5000)),
-    ({"prompt": "x" * 150_000}, "65536 characters"),
-    ({"prompt": ["x"] * 40}, "40 answers"), ({"prompt": ["x"] * 30_000}, "30000 answers"),
+    *(({"prompt": prompt}, word) for word, prompts in (
+        ("needs a text", (5, [1, "x"], [1.5], [[1], "x"], [[1], [True]], {"text": "x"}, [], None,
+                          [1.5] * 30_000)),
+        ("prompt is empty", ([[]], [[1], []])), ("token id", ([10**9], [-1], [2**70])),
+        (TOO_LONG, ("x " * 5000, [1] * 5000)), ("65536 characters", ("x" * 150_000,)),
+        ("40 answers", (["x"] * 40,)), ("30000 answers", (["x"] * 30_000,))) for prompt in prompts),
 ]  # fmt: skip
 FIELDS = [
-    ({"logprobs": 21}, "logprobs"), ({"n": 5}, "n is 5"), ({"n": 10**30}, "n is"),
-    ({"n": -1}, "n is -1"), ({"temperature": -1}, "temperature"), ({"suffix": "y"}, "suffix"),
-    ({"best_of": 3}, "best_of"), ({"model": "m" * 500}, "no model"), ({"max_tokens": 0}, "max_tok"),
-    ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": "many"}, "max_tokens"),
-    ({"stop": ["a"] * 65}, "stop: List should have at most 64"), ({"stop": [""]}, "stop"),
-    ({"stop": ""}, "stop"), ({"stream": "perhaps"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"logit_bias": {f"k{i}": 1 for i in range(1000)}}, "logit_bias"),
-    ({"guided_json": {"type": "foo"}}, "Invalid type"), ({"guided_json": "{"}, "is not JSON"),
-    ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
+    *(({name: value}, name) for name, value in (
+        ("logprobs", 21), ("temperature", -1), ("suffix", "y"), ("best_of", 3), ("max_tokens", 0),
+        ("max_tokens", -1), ("max_tokens", "many"), ("stop", ""), ("stop", [""]),
+        ("stream", "perhaps"), ("stream_options", {"include_usage": True}),
+        ("logit_bias", {f"k{i}": 1 for i in range(1000)}))),
+    *(({name: [item] * (limit + 1)}, f"{name}: List should have at most {limit}")
+      for name, item, limit in (("stop", "x", 64), ("stop_token_ids", 1, 1024),
+                                ("allowed_token_ids", 1, 16384), ("bad_words", "x", 1024))),
+    ({"stop": "x" * 1025}, "at most 1024 characters"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "at most 1024 items"),
+    ({"n": 5}, "n is 5"), ({"n": 10**30}, "n is"), ({"n": -1}, "n is -1"),
+    ({"model": "m" * 500}, "no model"), ({"guided_json": "{"}, "is not JSON"),
+    ({"guided_json": {"type": "foo"}}, "Invalid type"), ({"guided_regex": "(a"}, "unclosed"),
     ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
-    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"), ({"guided_regex": "(a"}, "unclosed"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "exactly one"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"response_format": {"type": "json_schema"}}, "schema"),
 ]  # fmt: skip
 BOTH = [
-    ({"logit_bias": {"99999999": 1}}, "logit_bias"), ({"logit_bias": {"k" * 50_000: 1}}, "bias"),
-    ({"logit_bias": {"5": 1e39}}, "logit_bias"), ({"logit_bias": {"5": -1e39}}, "logit_bias"),
-    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
-    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
-    ({"bad_words": [""]}, "bad_words"), ({"bad_words": [" "]}, "bad_words"),
-    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-    ({"repetition_penalty": 1e300}, "repetition_penalty"),
-    ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+    *(({name: value}, name) for name, value in (
+        *(("logit_bias", {token: bias}) for token, bias in
+          (("99999999", 1), ("k" * 50_000, 1), ("5", 1e39), ("5", -1e39))),
+        ("allowed_token_ids", [10**6]), ("allowed_token_ids", [-1]), ("bad_words", [""]),
+        ("bad_words", [" "]), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300),
+        ("guided_decoding_backend", "outlines"), ("use_beam_search", True),
+        ("functions", [{"name": "f"}]), ("include_stop_str_in_output", True),
+        ("truncate_prompt_tokens", -2), ("truncation_side", "right"), ("prompt_logprobs", 1),
+        ("return_token_ids", True), ("length_penalty", 1.5), ("xtc_probability", 0.5))),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
-    ({"use_beam_search": True}, "use_beam_search"), ({"functions": [{"name": "f"}]}, "functions"),
-    ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
-    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-    ({"truncation_side": "right"}, "truncation_side"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"return_token_ids": True}, "return_token_ids"), ({"length_penalty": 1.5}, "length_penalty"),
-    ({"xtc_probability": 0.5}, "xtc_probability"),
     ({"response_format": {"type": "json_object", "schema": 1}}, "a schema"),
 ]  # fmt: skip
 CHATS = [
-    ([TURNS], "body"), ({"messages": "hello"}, "messages"), ({"messages": [1]}, "messages"),
-    ({"messages": []}, "messages"), ({"messages": [*TURNS, {"content": "x"}]}, "role"),
-    ({"messages": [{"role": 1, "content": "x"}]}, "role"),
+    ([TURNS], "body"), ({"messages": [{}] * 4097}, "messages: List should have at most 4096"),
+    *(({"messages": messages}, word) for messages, word in (
+        ("hello", "messages"), ([1], "messages"), ([], "messages"), ([*TURNS, {}], "role"),
+        ([{"role": 1, "content": "x"}], "role"))),
     *(({"messages": [{"role": "user", "content": content}]}, word) for content, word in (
         ([{"type": "image_url"}], "images: needs a model with a vision tower, has type llama"),
         ({"type": "text"}, ""), ({"type": LONG}, ""), ("x" * 150_000, "65536 characters"))),
     *(({"messages": TURNS, **fields}, word) for fields, word in (
         ({"stream_options": {}}, "stream_options"), ({"tools": "all"}, "tools"),
+        ({"tools": [{}] * 1025}, "tools: List should have at most 1024"),
         ({"response_format": {"type": "xml"}}, "response_format 'xml'"),
         ({"response_format": {"type": LONG}}, "response_format"), ({"logprobs": 5}, "logprobs"),
         ({"response_format": "json"}, "response_format"), ({"top_logprobs": 2}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_tokens"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": 1}}, "tokenize"),
+        *(({"tools": [wrong]}, "tools") for wrong in
+          ({}, {"function": {}}, {"function": {"name": 5}})),
         ({"tool_choice": 5}, "tool_choice"), ({"tool_choice": {"type": LONG}}, "tool"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -88,12 +90,14 @@ RESPONSES = [
     ({"seed": 2**70}, "seed"), ({"metadata": {"key": "x" * 513}}, "metadata"),
     ({"text": {"format": {"type": "xml"}}}, "xml"), ({"input": []}, "messages"),
     ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
+    ({"input": [{}] * 4097}, "input: List should have at most 4096"),
 ]  # fmt: skip
 MESSAGES = [
     ({"tools": [{"type": "bash_20250124"}]}, "bash"), ({"tool_choice": {"type": "some"}}, "some"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "blocks"),
     ({"max_tokens": None}, "max_tokens"), ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"stop_sequences": ["x"] * 65}, "stop_sequences: List should have at most 64"),
 ]  # fmt: skip
 CASES = [
     *(("v1/completions", body, word) for body, word in COMPLETIONS),

@@ -1,23 +1,15 @@
 """The server through OpenAI's client, and clients that misbehave."""
 
 import json
+import re
 import socket
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from support.serving import MODELS, PROMPT, SETTINGS, TURNS, engine_held, running
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.cli.serve import main
-from offload_rt.server.call_format import CallFormat, Style
-
-
-def rendered(llm: LLM, **more: Any) -> list[int]:
-    encoding = llm.tokenizer.apply_chat_template(
-        TURNS, add_generation_prompt=True, return_dict=True, **more
-    )
-    return list(encoding["input_ids"])
 
 
 def test_max_tokens_0_reads_the_prompt_only(served):
@@ -59,25 +51,32 @@ def test_logprobs_have_the_requested_count(served, k):
         assert max(k, 1) - 1 <= len(best) <= k + 1 and best[token] == own
     asked |= {"messages": TURNS, "logprobs": True, "top_logprobs": k}
     whole = served.client.chat.completions.create(**asked).choices[0].logprobs.content
-    streamed = [
-        token
-        for chunk in served.client.chat.completions.create(**asked, stream=True)
-        for token in (chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or []
-    ]
-    assert [token.token for token in streamed] == [token.token for token in whole]
-    assert len(whole) == 4
+    parts = [part.choices[0].logprobs for part in served.client.chat.completions.create(
+        **asked, stream=True)]  # fmt: skip
+    streamed = [token.token for part in parts if part for token in part.content]
+    assert streamed == [token.token for token in whole] and len(whole) == 4
     for token in whole:
         best = [top.logprob for top in token.top_logprobs]
         assert len(best) == k and best == sorted(best, reverse=True)
         assert bytes(token.bytes).decode() == token.token
 
 
+# Unknown fields, and neutral values of missing features.
+NEUTRAL = {
+    "skip_special_tokens": True, "user": "me", "store": False, "metadata": {}, "functions": [],
+    "parallel_tool_calls": True, "reasoning_effort": "low", "guided_json": None, "typical_p": 1,
+    "use_beam_search": False, "function_call": "none", "length_penalty": 1.0, "mirostat": 0,
+    "xtc_probability": 0.0, "grammar": "",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("is_continuous", [False, True])
 def test_stream_equals_the_whole_answer_with_usage_on_request(served, path, is_last, is_continuous):
-    body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0}
+    body = {"prompt": PROMPT, "messages": TURNS, "max_tokens": 6, "temperature": 0, **NEUTRAL}
     options = {"include_usage": is_last, "continuous_usage_stats": is_continuous}
+    options["include_passes"] = is_last
     text = served.asked(f"/v1/{path}", body | {"stream": True, "stream_options": options})[2]
     *events, done = text.strip().split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -88,6 +87,14 @@ def test_stream_equals_the_whole_answer_with_usage_on_request(served, path, is_l
     if is_last:
         last = chunks.pop()
         assert last["choices"] == [] and last["usage"] == expected
+    passes = [chunk["pass"] for chunk in chunks if "pass" in chunk]
+    assert sum(verified["tokens"] for verified in passes) == 6 * is_last
+    for verified in passes:
+        parents, nodes = verified["parents"], verified["path"]
+        assert parents[0] == -1
+        assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
+        assert [parents[node] for node in nodes] == [0, *nodes][: len(nodes)]
+        assert verified["seconds"] > 0 and 0 <= verified["link_busy"] <= 1.01
     told = [chunk.get("usage") for chunk in chunks]
     if is_last and is_continuous:
         counts = [usage["completion_tokens"] for usage in told]
@@ -109,31 +116,6 @@ def test_stream_equals_the_whole_answer_with_usage_on_request(served, path, is_l
     assert {entry["model"] for entry in (whole, *chunks)} == {"demo"}
 
 
-def test_pass_numbers_are_sent_on_request(served):
-    asked = {"messages": TURNS, "max_tokens": 12, "temperature": 0}
-    asked["stream_options"] = {"include_passes": True}
-    chunks = served.chunks("/v1/chat/completions", asked)
-    passes = [chunk["pass"] for chunk in chunks if "pass" in chunk]
-    assert sum(chunk["tokens"] for chunk in passes) == 12
-    for chunk in passes:
-        parents, path = chunk["parents"], chunk["path"]
-        assert parents[0] == -1
-        assert all(0 <= parent < node for node, parent in enumerate(parents) if node)
-        assert [parents[node] for node in path] == [0, *path][: len(path)]
-        assert chunk["seconds"] > 0 and 0 <= chunk["link_busy"] <= 1.01
-
-
-def test_unknown_fields_and_neutral_values_of_missing_features_are_accepted(served):
-    body = {
-        "messages": TURNS, "max_tokens": 2, "skip_special_tokens": True, "user": "me",
-        "store": False, "metadata": {}, "parallel_tool_calls": True, "reasoning_effort": "low",
-        "guided_json": None, "use_beam_search": False, "functions": [], "function_call": "none",
-        "length_penalty": 1.0, "typical_p": 1, "mirostat": 0, "xtc_probability": 0.0, "grammar": "",
-    }  # fmt: skip
-    status, answer = served.post("/v1/chat/completions", body)
-    assert status == 200 and answer["usage"]["completion_tokens"] == 2
-
-
 def test_tokenize_and_detokenize(served):
     ids = served.llm.encode(PROMPT)
     expected = {"tokens": ids, "count": len(ids), "max_model_len": 256}
@@ -144,7 +126,10 @@ def test_tokenize_and_detokenize(served):
     assert plain == served.llm.tokenizer.encode(PROMPT, add_special_tokens=False)
     for variables in ({}, {"mark": "x = "}):
         body = {"messages": TURNS, "chat_template_kwargs": variables}
-        assert served.post("/tokenize", body)[1]["tokens"] == rendered(served.llm, **variables)
+        expected = served.llm.tokenizer.apply_chat_template(
+            TURNS, add_generation_prompt=True, return_dict=False, **variables
+        )
+        assert served.post("/tokenize", body)[1]["tokens"] == expected
     turns = [*TURNS, {"role": "assistant", "content": "x ="}]
     body = {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
     answer = served.post("/v1/chat/completions", {**body, "max_tokens": 1})[1]
@@ -165,38 +150,19 @@ def test_timeouts_and_model_names_are_respected(llm, is_any_name, status):
 
 
 def test_metrics_count_requests_and_tokens(served):
-    read = []
-    for _ in range(2):
-        lines = served.request("GET", "/metrics")[2].decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
-        read.append({name: float(value) for name, value in pairs})
-        served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
-    before, after = read
+    def read() -> dict[str, float]:
+        text = served.request("GET", "/metrics")[2].decode()
+        pairs = re.findall("^([^# ]+) (.+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in pairs}
+
+    before = read()
+    served.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
+    after = read()
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
     assert gained["offload_rt_tokens_total"] == 5
     assert gained['offload_rt_requests_total{end="length"}'] == 1
     assert gained["offload_rt_prompt_tokens_total"] == len(served.llm.encode(PROMPT))
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
-
-
-def test_tools_are_offered_unless_forbidden(served, monkeypatch):
-    monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
-    body = {"messages": TURNS, "max_tokens": 1}
-    body["tools"] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    for choice, is_offered in (("none", False), ("auto", True), (None, True)):
-        answer = served.post("/v1/chat/completions", body | {"tool_choice": choice})[1]
-        assert (answer["usage"]["prompt_tokens"] > len(rendered(served.llm))) == is_offered
-
-
-def test_response_format_reaches_the_template(served, monkeypatch):
-    name = "{% if response_format %}{{ response_format.json_schema.name }} = {% endif %}"
-    template = served.llm.tokenizer.chat_template + name
-    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
-    body = {"messages": TURNS, "max_tokens": 1}
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    for wanted, variables in (({"type": "text"}, {}), (schema, {"response_format": schema})):
-        answer = served.post("/v1/chat/completions", body | {"response_format": wanted})[1]
-        assert answer["usage"]["prompt_tokens"] == len(rendered(served.llm, **variables))
 
 
 def test_port_in_use_is_reported_before_loading(capsys):

@@ -107,10 +107,7 @@ def test_reasoning_of_the_prompt_continues(served, monkeypatch):
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     chat_format = ChatFormat.select(served.llm.tokenizer, "auto", "auto")
     monkeypatch.setattr(served.service, "chat_format", chat_format)
-    body = {"messages": TURNS, "max_tokens": 8, "temperature": 0, "guided_choice": ["yes"]}
-    (choice,) = served.post("/v1/chat/completions", body)[1]["choices"]
-    assert choice["message"]["content"] == "" and choice["message"]["reasoning_content"]
-    assert choice["finish_reason"] == "length"
+    body = {"messages": TURNS, "guided_choice": ["yes"]}
     requests = script(served.llm, monkeypatch, "hm</think>", "yes")
     message = served.post("/v1/chat/completions", body)[1]["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
@@ -157,8 +154,10 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
         "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
         "{{ m.tool_call_id }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}"
         "{{ c.function.arguments.a }}{% endfor %}]{% endfor %}"
-        "{% for t in tools %}{{ t.function.name }}{{ t.function.parameters.required }}{% endfor %}"
-        "{{ enable_thinking }}{{ reasoning_effort }}"
+        "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters.required }}"
+        "{% endfor %}"
+        "{{ enable_thinking }}{{ reasoning_effort }}{% if response_format %}"
+        "{{ response_format.type }} {{ response_format.json_schema.name }}{% endif %}"
     )
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
@@ -171,10 +170,18 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
     assert served.llm.tokenizer.decode(tail) == expected
     if path == "messages":
         assert served.post("/v1/messages/count_tokens", body)[1] == {"input_tokens": len(prompt)}
-    thinking = {"responses": {"reasoning": {"effort": "none"}}, "messages": {"thinking": {"type":
-                "disabled"}}}.get(path, {"reasoning_effort": "none"})  # fmt: skip
-    assert served.post(f"/v1/{path}", body | thinking)[0] == 200
-    assert "False" in served.llm.tokenizer.decode(requests[1][0][0])
+    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    more = {
+        "chat/completions": {"reasoning_effort": "none", "tool_choice": "none", "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        "responses": {"reasoning": {"effort": "none"}, "tool_choice": "none",
+                      "text": {"format": wanted}},
+        "messages": {"thinking": {"type": "disabled"}, "tool_choice": {"type": "none"},
+                     "output_config": {"format": wanted}},
+    }[path]  # fmt: skip
+    assert served.post(f"/v1/{path}", body | more)[0] == 200
+    text = served.llm.tokenizer.decode(requests[1][0][0])
+    assert re.search(r"\[user\|Q2\|\|\|\]False(none)?json_schema x$", text)
 
 
 @pytest.mark.parametrize(("path", "fields", "check"), [
@@ -192,8 +199,9 @@ def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch,
      lambda params: (params.stop, params.top_k) == (("b",), 3)),
     ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}},
      lambda params: "add" in params.structured_outputs.grammar),
-    ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "tool", "name": "add"}},
-     lambda params: "call call" not in params.structured_outputs.grammar),
+    ("messages", {"tools": [ANTHROPIC_TOOL, ANTHROPIC_TOOL | {"name": "sub"}],
+                  "tool_choice": {"type": "tool", "name": "add"}},
+     lambda params: not re.search("call call|sub", params.structured_outputs.grammar)),
 ])  # fmt: skip
 def test_fields_of_agents_apis_reach_the_model(served, monkeypatch, path, fields, check):
     requests = script(served.llm, monkeypatch, "x")

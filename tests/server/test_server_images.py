@@ -95,68 +95,38 @@ def test_tool_results_contain_images(served, processor, monkeypatch):
         assert messages[0]["content"] == [text("a"), {"type": "image"}]
 
 
-def test_models_describe_their_input(served, processor, monkeypatch):
-    assert [model.id for model in served.client.models.list()] == ["demo"]
-    card = served.client.models.retrieve("demo").model_dump()
-    assert card["input_modalities"] == ["text", "image"]
-    assert card["max_body"] == SETTINGS.body_nbytes
-    monkeypatch.setattr(served.llm.requests, "images", None)
-    assert served.client.models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
-
-
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize(("path", "part", "message"), [
-    ("chat/completions", {"type": "video_url", "video_url": {"url": URL}},
-     "content[1] of type 'video_url': needs text, or an image"),
-    ("chat/completions", {"type": "input_audio", "input_audio": {}}, "type 'input_audio'"),
-    ("chat/completions", {"type": "image_url", "image_url": {"url": "x.png"}},
-     "image 1: no URL"),
-    ("chat/completions", {"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
-    ("chat/completions", {"type": "image_url", "image_url": {"url": "https://a.example/x"}},
-     "allow_image_urls"),
-    ("chat/completions", {"type": "image_url", "image_url": {"url": URL[:-40]}},
-     "image 1: the image is damaged or incomplete"),
-    ("responses", {"type": "input_image", "file_id": "x"}, "image 1: no URL"),
-    ("responses", {"type": "input_file", "file_id": "x"}, "content[1] of type 'input_file'"),
-    ("messages", {"type": "document", "source": SOURCE}, "content[1] of type 'document'"),
-    ("messages", {"type": "image", "source": SOURCE | {"media_type": "text/html"}},
-     "image 1: the media type of a data URL"),
-])  # fmt: skip
-def test_wrong_parts_are_refused_by_name(served, path, part, message):
-    content = [{"type": "input_text", "text": "a"}, part]
-    turns = [{"role": "user", "content": content}]
-    body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 3}
-    status, answer = served.post(f"/v1/{path}", body)
-    assert status == 400 and message in answer["error"]["message"]
-
-
-@pytest.mark.usefixtures("processor")
-def test_prompts_with_images_are_not_truncated(served):
-    url = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
-    for body, message in (
-        (chat_of({"type": "image_url", "image_url": url}), "maximum context length"),
-        (chat_of(OPENAI) | {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
-    ):
+def test_wrong_images_are_refused_and_models_describe_their_input(served, monkeypatch):
+    models = served.client.models
+    assert [model.id for model in models.list()] == ["demo"]
+    card = models.retrieve("demo").model_dump()
+    assert (card["input_modalities"], card["max_body"]) == (["text", "image"], 200_000)
+    wide = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
+    for part, message in (
+        ({"type": "image_url", "image_url": wide}, "maximum context length"),
+        (OPENAI, "truncate_prompt_tokens"), ({"type": "video_url"}, "[0] of type 'video_url'"),
+        ({"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
+        ({"type": "image_url", "image_url": "https://a.example/x"}, "allow_image_urls"),
+        ({"type": "image_url", "image_url": URL[:-40]}, "image 1: the image is damaged"),
+    ):  # fmt: skip
+        body = chat_of(part) | ({"truncate_prompt_tokens": 4} if part == OPENAI else {})
         status, answer = served.post("/v1/chat/completions", body)
         assert status == 400 and message in answer["error"]["message"]
+    monkeypatch.setattr(served.llm.requests, "images", None)
+    assert models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
 
 
 def test_urls_are_read_with_permission(served, processor, monkeypatch):
-    def fetch(url: str, _: float) -> bytes:
-        if "bad" in url:
-            raise PromptError("bad.example answered with status 404")
-        return base64.b64decode(DATA)
-
     script(served.llm, monkeypatch, "seen")
-    source = {"type": "url", "url": "https://a.example/x"}
+    failure = PromptError("a.example answered with status 404")
+    fetch = Mock(side_effect=[base64.b64decode(DATA), failure])
     monkeypatch.setattr(app, "ImageFetcher", lambda _: fetch)
+    body = chat_of({"type": "image", "source": {"type": "url", "url": "https://a.example/x"}})
     with running(served.llm, settings=replace(SETTINGS, allow_image_urls=True)) as open_server:
-        body = chat_of({"type": "image", "source": source})
         assert open_server.post("/v1/messages", body)[0] == 200
         assert processor.encode_chat.call_args.args[1][0].size == (5, 3)
-        body = chat_of({"type": "image", "source": source | {"url": "https://bad.example/x"}})
         status, answer = open_server.post("/v1/messages", body)
-    assert status == 400 and "image 1: bad.example answered" in answer["error"]["message"]
+    assert status == 400 and "image 1: a.example answered" in answer["error"]["message"]
 
 
 def test_images_delay_no_request_of_text(served, processor, monkeypatch):
@@ -164,14 +134,13 @@ def test_images_delay_no_request_of_text(served, processor, monkeypatch):
     script(served.llm, monkeypatch, "seen")
     are_waiting = threading.Semaphore(0)
     may_go_on = threading.Event()
-    encode = processor.encode_chat
 
-    def slow(*arguments: Any) -> ImagePrompt:
+    def slow(image: Any) -> Any:
         are_waiting.release()
         assert may_go_on.wait(60)
-        return encode(*arguments)
+        return image
 
-    monkeypatch.setattr(processor, "encode_chat", slow)
+    monkeypatch.setattr(processor, "scaled", slow)
     path = "/v1/chat/completions"
     with ThreadPoolExecutor(9) as pool:
         asked = [pool.submit(served.post, path, chat_of(OPENAI)) for _ in range(9)]

@@ -5,11 +5,11 @@ import re
 from typing import Any
 
 import pytest
-from support.serving import MODELS, PROMPT, TURNS, Served, running, script
+from support.serving import MODELS, PROMPT, TURNS, Served, alone, running, script
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from offload_rt import LLM, Piece, SamplingParams, StructuredOutputs
+from offload_rt import Piece, SamplingParams, StructuredOutputs
 from offload_rt.cli.run import main
 from offload_rt.errors import SettingsError
 from offload_rt.server import service
@@ -26,38 +26,6 @@ def complete(served: Served, **fields: Any) -> Any:
     status, answer = served.post("/v1/completions", GREEDY | fields)
     assert status == 200, answer
     return answer["choices"][0]
-
-
-def greedy_under(llm: LLM, params: dict[str, Any], n: int) -> list[int]:
-    """Brute force: one token per call, the best token that the rules permit."""
-    allowed = params.get("allowed_token_ids")
-    prompt = llm.encode(PROMPT)
-    answer: list[int] = []
-    for _ in range(n):
-        one_token = SamplingParams(max_tokens=1, logprobs=-1, ignore_eos=True)
-        ((logprobs,),) = (output.logprobs for output in llm.generate(prompt + answer, one_token))
-        words = params.get("bad_words_ids", ())
-        ends = [word for word in words if answer[len(answer) - len(word) + 1 :] == [*word[:-1]]]
-        possible = {*(logprobs if allowed is None else allowed)} - {word[-1] for word in ends}
-        answer.append(max(possible, key=lambda token: logprobs[token].logprob))
-    return answer
-
-
-def test_bad_words_and_allowed_tokens_hold_at_every_node_of_a_tree(llm):
-    """Greedy decoding with trees equals brute force, token by token."""
-    plain = llm.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))[0]
-    first = plain.token_ids
-    assert plain.stats.n_passes < 12, "trees were accepted"
-    ids = range(llm.spec.target.checkpoint.spec.vocab_size)
-    for params in (
-        {"bad_words_ids": (tuple(first[:1]),)},
-        {"bad_words_ids": (tuple(first[2:4]), tuple(first[5:8]))},
-        {"allowed_token_ids": tuple(id for id in ids if id % 2)},
-        {"allowed_token_ids": tuple(id for id in ids if id not in first[:2]),
-         "bad_words_ids": (tuple(first[4:6]), (first[8],))},
-    ):  # fmt: skip
-        settings = SamplingParams(max_tokens=12, ignore_eos=True, **params)
-        assert llm.generate(PROMPT, settings)[0].token_ids == greedy_under(llm, params, 12)
 
 
 def test_fields_change_an_answer_as_in_python(served):
@@ -78,13 +46,12 @@ def test_fields_change_an_answer_as_in_python(served):
         assert (choice["finish_reason"], choice["stop_reason"]) == reasons
         assert word not in choice["text"] or "bad_words" not in fields
         assert {*expected.token_ids} <= {*allowed} or "allowed_token_ids" not in fields
+    several = {"temperature": 0.7, "n": 2, "seed": 5}
     prompts = [PROMPT, "import os\n"]
-    body = GREEDY | {"prompt": prompts, "temperature": 0.7, "n": 2, "seed": 5}
-    choices = served.post("/v1/completions", body)[1]["choices"]
-    params = SamplingParams(8, temperature=0.7, n=2, seed=5)
-    answers = [answer for output in llm.generate(prompts, params) for answer in output.outputs]
-    expected = [(i, answer.text) for i, answer in enumerate(answers)]
-    assert [(choice["index"], choice["text"]) for choice in choices] == expected
+    choices = served.post("/v1/completions", GREEDY | several | {"prompt": prompts})[1]["choices"]
+    outputs = llm.generate(prompts, SamplingParams(8, **several))
+    expected = [answer.text for output in outputs for answer in output.outputs]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(expected)]
 
 
 def test_empty_arguments_of_a_call_are_an_empty_object():
@@ -113,11 +80,17 @@ def test_prompts_are_truncated_and_have_optional_special_tokens(served):
         ({"add_special_tokens": True}, ids), ({"add_special_tokens": False}, ids[1:]),
     ):  # fmt: skip
         answer = served.post("/v1/completions", GREEDY | fields)[1]
-        expected = served.llm.generate(tokens, SamplingParams(max_tokens=8))[0].text
         assert answer["usage"]["prompt_tokens"] == len(tokens)
-        assert answer["choices"][0]["text"] == expected
-    long = GREEDY | {"prompt": ids * 100, "max_tokens": 1, "truncate_prompt_tokens": -1}
-    assert served.post("/v1/completions", long)[1]["usage"]["prompt_tokens"] == 255
+        assert answer["choices"][0]["text"] == alone(served.llm, tokens, max_tokens=8)
+    long = {
+        "prompt": ids * 100,
+        "max_tokens": 10**30,
+        "top_k": 10**30,
+        "truncate_prompt_tokens": -1,
+    }
+    answer = served.post("/v1/completions", GREEDY | long)[1]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["total_tokens"]) == (255, 256)
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "x = '🙂 語' # é\n"])
@@ -167,34 +140,16 @@ def test_final_message_is_continued(served, monkeypatch):
     fields = {"continue_final_message": True, "add_generation_prompt": False}
     answer = served.post("/v1/chat/completions", body | fields)[1]
     prompt = "[user]import os\n[end][assistant]import sys\nimport"
-    tokens = served.llm.encode(prompt, add_special_tokens=False)
-    expected = served.llm.generate(tokens, SamplingParams(max_tokens=8))[0].text
+    expected = alone(served.llm, served.llm.encode(prompt, add_special_tokens=False), max_tokens=8)
     assert answer["choices"][0]["message"]["content"] == expected
     answer = served.post("/v1/messages", body)[1]  # Anthropic's API has no field for this
     assert answer["content"][0]["text"] == expected
     assert served.post("/v1/chat/completions", body | {"continue_final_message": True})[0] == 400
 
 
-def test_control_tokens_in_messages_are_text(served, monkeypatch):
-    template = "{% for m in messages %}<|endoftext|>{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
-    (control,) = served.llm.encode(CONTROL, add_special_tokens=False)
-    contents = [f"a {CONTROL} b", f"{CONTROL}{CONTROL}", "plain"]
-    turns = [{"role": "user", "content": content} for content in contents]
-    status, answer = served.post("/tokenize", {"messages": turns})
-    assert status == 200 and answer["tokens"].count(control) == len(turns)
-    text = served.llm.tokenizer.decode(answer["tokens"])
-    assert text == "".join(CONTROL + content for content in contents)
-
-
 def test_tools_without_a_template_for_tools(served, monkeypatch):
     """The prompt describes the tools and former calls; the answer is a call or a response."""
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}]
-    body = {"messages": TURNS, "max_tokens": 1, "tools": tools}
-    assert served.post("/v1/chat/completions", body)[0] == 200
-    for wrong in ([{}], [{"function": {}}], [{"function": {"name": 5}}]):
-        status, answer = served.post("/v1/chat/completions", body | {"tools": wrong})
-        assert status == 400 and "tools" in answer["error"]["message"]
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
     chat_format = ChatFormat.select(served.llm.tokenizer, "auto", "auto")
@@ -210,7 +165,7 @@ def test_tools_without_a_template_for_tools(served, monkeypatch):
         assert text.startswith("[system]Answer in JSON") and '{"name": "add"' in text
         assert '[assistant]{"tool_calls": [{"name": "add", "arguments": {"a": 1}}]}' in text
         assert text.endswith('[user]{"tool": "add", "result": "2"}')
-        body |= {"max_tokens": 60, "temperature": 0}
+        body = {"messages": TURNS, "tools": tools, "max_tokens": 60, "temperature": 0}
         (choice,) = server.post("/v1/chat/completions", body)[1]["choices"]
         assert choice["message"]["content"] or choice["message"]["tool_calls"]
         assert not (choice["message"]["content"] or "").startswith("{")
@@ -265,17 +220,6 @@ SCHEMA = {
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
-def function(name: str, parameters: Any) -> Any:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-TOOLS = [
-    function("open_file", {"properties": {"mode": {"$ref": "#/$defs/mode"}}, "required": ["mode"],
-                           "additionalProperties": False, "$defs": {"mode": {"enum": ["r", "w"]}}}),
-    function("add", SCHEMA),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("fields", "outputs"), [
     ({"guided_json": json.dumps(SCHEMA)}, {"json": json.dumps(SCHEMA)}),
     *((fields, {"json": SCHEMA}) for fields in (
@@ -296,36 +240,11 @@ def test_formats_of_a_request_equal_formats_in_python(served, monkeypatch, field
         assert requests.pop()[1].structured_outputs == StructuredOutputs(**outputs)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("choice", "parallel", "names"), [
-    ("required", False, {"open_file", "add"}),
-    ({"type": "function", "function": {"name": "add"}}, None, {"add"}),
-    ({"type": "function", "function": {"name": "open_file"}}, None, {"open_file"}),
-])  # fmt: skip
-def test_required_calls_satisfy_the_schema(served, choice, parallel, names, stream):
-    body = {"messages": TURNS, "tools": TOOLS, "tool_choice": choice, "max_tokens": 100}
-    body |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": parallel}
-    if stream:
-        choices = [chunk["choices"][0] for chunk in served.chunks("/v1/chat/completions", body)]
-        parts = [choice["delta"] for choice in choices]
-    else:
-        choices = served.post("/v1/chat/completions", body)[1]["choices"]
-        parts = [choice["message"] for choice in choices]
-    assert choices[-1]["finish_reason"] == "tool_calls"
-    assert not any(part.get("content") for part in parts)
-    (call,) = (call["function"] for part in parts for call in part.get("tool_calls", ()))
-    arguments = json.loads(call["arguments"])
-    assert call["name"] in names
-    if call["name"] == "add":
-        assert arguments["size"] in (1, 2) and arguments["kind"] in ("file", "folder")
-    else:
-        assert arguments["mode"] in ("r", "w")
-
-
 def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 3
+    tools = [{"type": "function", "function": {"name": "add"}}]
     for parallel, n in ((False, 1), (True, 3), (None, 3)):
-        request = ChatRequest(messages=TURNS, tools=TOOLS, parallel_tool_calls=parallel)
+        request = ChatRequest(messages=TURNS, tools=tools, parallel_tool_calls=parallel)
         answer = Answer(request, 1, served.llm.tokenizer)
         answer.start([[1]], ChatFormat.select(served.llm.tokenizer, "hermes", "none"))
         answer.add(0, Piece(text, [1], finish_reason="stop"))
@@ -334,11 +253,10 @@ def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
 
 def test_a_schema_on_the_command_line(tmp_path, capsys):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    line = ["--model", str(MODELS / "demo-target"), "--device", "cpu", "--prompt", PROMPT]
-    line += ["--quiet", "--max-model-len", "128"]
-    assert main([*line, "--json-schema", str(tmp_path / "schema.json")]) == 0
+    line = [str(MODELS / "demo-target"), PROMPT, "--device", "cpu", "--max-model-len", "128"]
+    assert main([*line, "--quiet", "--json-schema", str(tmp_path / "schema.json")]) == 0
     assert json.loads(capsys.readouterr().out)["size"] in (1, 2)
-    assert main([*line, "--regex", "[a-z]{3}-[0-9]"]) == 0
+    assert main([*line, "--quiet", "--regex", "[a-z]{3}-[0-9]"]) == 0
     assert re.fullmatch("[a-z]{3}-[0-9]\n", capsys.readouterr().out)
     assert main([*line, "--json-schema", str(tmp_path / "missing.json")]) == 2
     assert "--json-schema" in capsys.readouterr().err

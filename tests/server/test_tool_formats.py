@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from check_templates import CASES, failures, rendered, tokenizer_of
@@ -146,46 +147,17 @@ def call(arguments: str, name: str = "add", close: str = "</tool_call>") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n{close}'
 
 
-@pytest.mark.parametrize(("text", "content", "arguments"), [
-    (f"Well. {call('{}')}", "Well. ", [{}]),
-    (f"{call('{}')} and so on", "and so on", [{}]),
-    (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
-    (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
-    (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
-    (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
-    (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
-    (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
-    (call("null"), "", [{}]),
-    (call('{"a": 1}', close=""), "", [{"a": 1}]),
-    (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
-    (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]),
-    *((text, text, []) for text in (
-        call("{}", name="other"), call("[1]"), call('"text"'), call('{"a": NaN}'),
-        "<tool_call>" + "[" * 100_000, '<tool_call>{"a": "', "<tool_call></tool_call>")),
-])  # fmt: skip
-def test_tool_parser_keeps_text_and_finds_calls(text, content, arguments):
-    calls = [("add", values) for values in arguments]
-    assert parsed(ChatFormat(None, HERMES, None), text) == ("", content, calls)
-
-
 def test_tool_parser_reports_complete_calls_and_does_not_match_each_piece(monkeypatch):
     """A long call is matched again only behind a closing tag."""
-    states = []
-    match = CallParser._match
-
-    def counted(self: CallParser, state: str) -> Any:
-        states.append(state)
-        return match(self, state)
-
-    monkeypatch.setattr(CallParser, "_match", counted)
     parser = CallParser(HERMES, {"add": {}})
     assert len(parser.feed("Yes. " + call("{}")).calls) == 1
     assert parser.feed(" More.").text == "More."
-    states.clear()
+    match = Mock(side_effect=parser._match)
+    monkeypatch.setattr(parser, "_match", match)
     parser.feed('<tool_call>{"name": "add", "arguments": {"a": "</tool_call>' + " x" * 200)
     for _ in range(2000):
         parser.feed(" x")
-    assert parser.feed('"}}</tool_call>').calls and len(states) < 5
+    assert parser.feed('"}}</tool_call>').calls and match.call_count < 5
 
 
 @pytest.mark.parametrize(("name", "style"), [
@@ -278,42 +250,60 @@ def test_markers_of_a_format_are_read_or_remain_in_the_text(tokenizer):
     assert parsed(without_reasoning, text) == ("", "hmyes", [])
 
 
-@pytest.mark.parametrize(("name", "text", "content", "n_calls"), [
-    ("llama", 'Use {"name": "add", "parameters": {}}', None, 0),
-    ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, 0),
-    ("llama", '\n{"name": "add", "parameters": {}} ', "", 1),
-    ("llama", '{"name": "add", "parameters": {}} and more', "and more", 1),
-    ("llama", '{"name": "ad', None, 0),
-    ("llama", " \n", None, 0),
-    ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ", 1),
-    ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "", 1),
+@pytest.mark.parametrize(("name", "text", "content", "arguments"), [
+    *(("HERMES", *case) for case in (
+        (f"Well. {call('{}')}", "Well. ", [{}]),
+        (f"{call('{}')} and so on", "and so on", [{}]),
+        (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
+        (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
+        (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
+        (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
+        (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
+        (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
+        (call("null"), "", [{}]),
+        (call('{"a": 1}', close=""), "", [{"a": 1}]),
+        (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
+        (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]))),
+    *(("HERMES", text, None, []) for text in (
+        call("{}", name="other"), call("[1]"), call('"text"'), call('{"a": NaN}'),
+        "<tool_call>" + "[" * 100_000, '<tool_call>{"a": "', "<tool_call></tool_call>")),
+    ("llama", 'Use {"name": "add", "parameters": {}}', None, []),
+    ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, []),
+    ("llama", '\n{"name": "add", "parameters": {}} ', "", [{}]),
+    ("llama", '{"name": "add", "parameters": {}} and more', "and more", [{}]),
+    ("llama", '{"name": "ad', None, []),
+    ("llama", " \n", None, []),
+    ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ",
+     [{"a": "]"}]),
+    ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "",
+     [{"a": [1, {"b": '"}'}]}]),
     ("mistral_list", '[TOOL_CALLS][{"name": "add"}, {"name": "other"}]',
-     ', {"name": "other"}]', 1),
-    ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, 0),
-    ("recipient", "all\n>>>add\n{}", "all\n", 1),
-    ("mistral", "[TOOL_CALLS]add", None, 0),
-    ("mistral", "[TOOL", None, 0),
-    ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, 0),
+     ', {"name": "other"}]', [{}]),
+    ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, []),
+    ("recipient", "all\n>>>add\n{}", "all\n", [{}]),
+    ("mistral", "[TOOL_CALLS]add", None, []),
+    ("mistral", "[TOOL", None, []),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, []),
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n</tool_call>\n</parameter>\n"
-     "</function>\n</tool_call>", "", 1),
-    ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", None, 0),
+     "</function>\n</tool_call>", "", [{"a": "</tool_call>"}]),
+    ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", None, []),
     ("glm45", "<tool_call>add<arg_key>a</arg_key>"
-     "<arg_value></tool_call></arg_value></tool_call>", "", 1),
-    ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, 0),
-    ("glm45", "<tool_call>other</tool_call>", None, 0),
-    ("harmony", "plain text", None, 0),
-    ("harmony", "<|chan", "", 0),
-    ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", 0),
+     "<arg_value></tool_call></arg_value></tool_call>", "", [{"a": "</tool_call>"}]),
+    ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, []),
+    ("glm45", "<tool_call>other</tool_call>", None, []),
+    ("harmony", "plain text", None, []),
+    ("harmony", "<|chan", "", []),
+    ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", []),
     ("harmony", "<|channel|>commentary<|message|>So<|end|><|start|>assistant to=functions.add"
-     "<|channel|>commentary json<|message|>{}", "So", 1),
-    ("harmony", "<|channel|>commentary to=functions.other<|message|>{}", "{}", 0),
-    ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "{", 0),
+     "<|channel|>commentary json<|message|>{}", "So", [{}]),
+    ("harmony", "<|channel|>commentary to=functions.other<|message|>{}", "{}", []),
+    ("harmony", "<|channel|>commentary to=functions.add<|message|>{", "{", []),
 ])  # fmt: skip
-def test_text_beside_calls_is_content(tokenizer, name, text, content, n_calls):
+def test_text_beside_calls_is_content(tokenizer, name, text, content, arguments):
     """A content of None is the whole text."""
-    answer = parsed(chat_format_of(tokenizer, name), text)
-    assert answer[:2] == ("", text if content is None else content)
-    assert [called for called, _ in answer[2]] == ["add"] * n_calls
+    calls = [("add", values) for values in arguments]
+    expected = ("", text if content is None else content, calls)
+    assert parsed(chat_format_of(tokenizer, name), text) == expected
 
 
 def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer):

@@ -2,6 +2,7 @@
 
 # ruff: noqa: RUF001
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,12 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(bytes_to_unicode().values())
 NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *known_splits()]
 DIGITS = ["3 3", "33 3", "33 33", "33 333", "333 333"]
-SPLIT = pre_tokenizers.Split
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 # Pre-tokenizers of the original tokenizer.json.
-ORIGINALS: dict[str, list[pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "smollm": [pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "falcon": [pre_tokenizers.Punctuation("contiguous"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(),
-        SPLIT(Regex("[0-9][0-9][0-9]"), "isolated")],
+ORIGINALS = {
+    "gpt-2": [BYTES], "smollm": [pre_tokenizers.Digits(individual_digits=True), BYTES],
+    "falcon": [pre_tokenizers.Punctuation("contiguous"), BYTES, pre_tokenizers.Digits(),
+               pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")],
 }  # fmt: skip
 
 
@@ -39,8 +37,7 @@ def load(path: Path, tokens: dict[str, int], **fields: Any) -> PreTrainedTokeniz
     metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     metadata["general.architecture"] = "llama"
     path.write_bytes(write_gguf.file_bytes(metadata, {}))
-    tokenizer = load_tokenizer(path)
-    return tokenizer
+    return load_tokenizer(path)
 
 
 def byte_level(path, merges, more=None, **fields):
@@ -98,22 +95,18 @@ def test_every_known_pre_keeps_the_text(pre, tmp_path):
     assert "".join(split(tokenizer, text)).count("Ġ") == text.count(" ")
 
 
-@pytest.mark.parametrize("pre", [{"pre": "no-such-model"}, {}])
-def test_unknown_pre_warns_by_name(pre, tmp_path):
-    name = repr(pre.get("pre"))
-    with pytest.warns(RuntimeWarning, match=f"tokenizer.ggml.pre={name} is unknown"):
-        assert split(byte_level(tmp_path / "m.gguf", [], **pre), "a b") == ["a", "Ġ", "b"]
+def test_unknown_pre_warns_by_name(tmp_path):
+    for pre in ({"pre": "no-such-model"}, {}):
+        name = repr(pre.get("pre"))
+        with pytest.warns(RuntimeWarning, match=f"tokenizer.ggml.pre={name} is unknown"):
+            assert split(byte_level(tmp_path / "m.gguf", [], **pre), "a b") == ["a", "Ġ", "b"]
 
 
-def test_added_tokens_of_spaces_are_matched_first(tmp_path):
-    """Longest first, and before words with a leading space, as in MPT."""
+def test_added_tokens_are_matched_first_and_control_tokens_are_text_in_messages(tmp_path):
+    """Spaces of MPT longest first, before words with a leading space; markers of DeepSeek."""
     more = {"  ": USER_DEFINED, "   ": USER_DEFINED}
     tokenizer = byte_level(tmp_path / "m.gguf", ["Ġ a"], more, pre="mpt")
     assert split(tokenizer, " a  a   a") == ["Ġa", "  ", "a", "   ", "a"]
-
-
-def test_control_tokens_outside_the_byte_alphabet(tmp_path):
-    """DeepSeek's markers are single tokens, and plain text inside messages."""
     tokenizer = byte_level(tmp_path / "m.gguf", [], {"<｜User｜>": CONTROL}, pre="deepseek-v3")
     assert split(tokenizer, "a<｜User｜>") == ["a", "<｜User｜>"]
     tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}"
@@ -162,13 +155,12 @@ def test_text_never_merges_to_a_control_token(tmp_path):
 def merge_best_pairs(text: str, pieces: list[str]) -> list[str]:
     """SentencePiece by brute force: merge the adjacent pair of the best score, the left one."""
     symbols = list("▁" + text.replace(" ", "▁"))
-    while True:
-        pairs = ["".join(symbols[i : i + 2]) for i in range(len(symbols) - 1)]
-        ranked = [(pieces.index(pair), i) for i, pair in enumerate(pairs) if pair in pieces]
-        if not ranked:
-            return symbols
-        _, i = min(ranked)
-        symbols[i : i + 2] = [pairs[i]]
+    while ranked := [
+        (pieces.index(a + b), i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in pieces
+    ]:
+        best, i = min(ranked)
+        symbols[i : i + 2] = [pieces[best]]
+    return symbols
 
 
 @given(st.text("abc ", min_size=1))
