@@ -112,14 +112,13 @@ def test_shards_keep_their_size_and_whole_layers(source, tmp_path, limit):
 
 
 def test_expand_holds_at_most_one_shard_in_memory(source, tmp_path, monkeypatch):
-    made = []
-    held = []
+    alive, held = weakref.WeakSet(), []
     make = expand.Expansion.tensor
 
     def weigh(self, piece):
         tensor = make(self, piece)
-        made.append(weakref.ref(tensor))
-        held.append(sum(alive.nbytes for alive in (ref() for ref in made) if alive is not None))
+        alive.add(tensor)
+        held.append(sum(each.nbytes for each in alive))
         return tensor
 
     monkeypatch.setattr(expand.Expansion, "tensor", weigh)

@@ -122,10 +122,6 @@ def branch(driver: Chrome) -> list[dict[str, Any]]:
     )
 
 
-def answers(driver: Chrome) -> list[str]:
-    return [message["content"] for message in branch(driver) if message["role"] == "assistant"]
-
-
 def shown(driver: Chrome) -> list[str]:
     """Rendered texts of the answers, read at once because streaming replaces the elements."""
     return driver.execute_script(
@@ -145,7 +141,7 @@ def focused(driver: Chrome) -> str:
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
     is_idle = driver.find_element(By.ID, "send").is_displayed
     wait(driver, lambda: is_idle() and len(shown(driver)) == n_answers)
-    return answers(driver)
+    return [message["content"] for message in branch(driver) if message["role"] == "assistant"]
 
 
 def click(driver: Chrome, selector: str) -> None:

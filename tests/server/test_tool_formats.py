@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
-from offload_rt.server.call_format import Style
 from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.call_parser import CallParser, parser_of
 from offload_rt.server.chat_format import ChatFormat
@@ -98,16 +97,12 @@ def test_grammar_and_parser_of_a_format_agree(compiler, tokenizer, name):
         assert accepted(compiler, tokenizer, outputs, expected)
         for wrong in (text.replace("open_file", "close_file"), text.replace("3", "true"), "Hello"):
             assert not accepted(compiler, tokenizer, outputs, wrong)
+    if name == "numbered":  # small models write digits without end
+        outputs = calls_of(chat_format)
+        assert accepted(compiler, tokenizer, outputs, single.replace(":0", ":987"))
+        assert not accepted(compiler, tokenizer, outputs, single.replace(":0", ":9876"))
     assert n_calls == 1 or not accepted(compiler, tokenizer, calls_of(chat_format), text)
     assert parsed(chat_format, text) == ("", "", CALLS[:n_calls])
-
-
-def test_indices_of_required_calls_end(compiler, tokenizer):
-    """Small models write digits without end."""
-    text = answer_of(tokenizer, "numbered", 1)
-    outputs = calls_of(chat_format_of(tokenizer, "numbered"))
-    assert accepted(compiler, tokenizer, outputs, text.replace(":0", ":987"))
-    assert not accepted(compiler, tokenizer, outputs, text.replace(":0", ":9876"))
 
 
 def without_ids(text: str) -> str:
@@ -160,32 +155,26 @@ def test_tool_parser_reports_complete_calls_and_does_not_match_each_piece(monkey
     assert parser.feed('"}}</tool_call>').calls and match.call_count < 5
 
 
-@pytest.mark.parametrize(("name", "style"), [
-    ("hermes", Style()), ("mistral_list", Style(ids="nine")), ("named_ids", Style(ids="named")),
-    ("recipient", Style(as_text=True)), ("hidden_tools", Style(shows_tools=False)),
+@pytest.mark.parametrize(("name", "call_id"), [
+    ("hermes", "call_1"), ("mistral_list", "[0-9a-f]{9}"), ("named_ids", "functions.add:0"),
+    ("hidden_tools", "call_1"),
 ])  # fmt: skip
-def test_messages_are_adapted_to_the_template(name, style):
+def test_messages_are_adapted_to_the_template(name, call_id):
+    """Ids of results follow those of calls, and hidden tools are described."""
     form: Any = ChatFormat.select(tokenizer_of(TEMPLATES[name]), "auto", "auto").tool_format
-    assert form.style == style
-    calls = [{"id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}]
+    function = {"name": "add", "arguments": {"a": 1}}
+    calls = [{"id": "call_1", "function": function}]
+    user = {"role": "user", "content": "Hi"}
     turns = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        user, {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "2"},
-    ]
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    adapted, shown = form.adapt(turns, tools)
-    assert calls[0]["id"] == "call_1"  # a copy
-    *system, user, answer, result = adapted
-    assert user == turns[0] and shown == tools
-    assert [turn["role"] for turn in system] == ["system"] * (not style.shows_tools)
-    assert all('"name": "add"' in turn["content"] for turn in system)
+    ]  # fmt: skip
+    *system, first, answer, result = form.adapt(turns, [{"function": {"name": "add"}}])[0]
+    assert first == user and len(system) == (name == "hidden_tools")
+    assert all(turn["role"] == "system" and '"name": "add"' in turn["content"] for turn in system)
     (call,) = answer["tool_calls"]
-    assert call["id"] == result["tool_call_id"]
-    ids = {"": "call_1", "nine": "[0-9a-f]{9}", "named": "functions.add:0"}
-    assert re.fullmatch(ids[style.ids], call["id"])
-    expected = '{"a": 1}' if style.as_text else {"a": 1}
-    assert call["function"] == {"name": "add", "arguments": expected}
+    assert call["id"] == result["tool_call_id"] and re.fullmatch(call_id, call["id"])
+    assert call["function"] == function and calls[0]["id"] == "call_1"  # a copy
 
 
 FORMS = {
@@ -201,12 +190,13 @@ WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
 
 
 def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
-    """Build JSON values, with NaN and Inf excluded."""
-    inner = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | texts
-    return st.recursive(
-        inner, lambda part: st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3),
-        max_leaves=10,
-    )  # fmt: skip
+    """Build JSON values other than texts, with NaN and Inf excluded."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9)
+
+    def nested(part: Any) -> Any:
+        return st.lists(part, max_size=3) | st.dictionaries(WORDS, part, max_size=3)
+
+    return plain | nested(st.recursive(plain | texts, nested, max_leaves=10))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -217,18 +207,13 @@ def test_random_calls_survive_random_splits(name, data):
     form: Any = FORMS[name]
     texts = TEXTS[form.pairs is not None]
     names = data.draw(st.lists(WORDS, min_size=1, max_size=3, unique=True))
-    n_calls = 1 if form.between is None else data.draw(st.integers(1, 3))
     calls = []
     schemas: dict[str, Any] = {each: {"properties": {}} for each in names}
-    for _ in range(n_calls):
-        called = data.draw(st.sampled_from(names))
-        arguments = data.draw(st.dictionaries(WORDS, values(texts), max_size=3))
-        calls.append((called, arguments))
-        for key in [*arguments]:  # a key of the schema is always a text
-            if isinstance(arguments[key], str):
-                arguments[f"text_{key}"] = arguments.pop(key)
-        texts_of = {key: {"type": "string"} for key in arguments if key.startswith("text_")}
-        schemas[called]["properties"] |= texts_of
+    for _ in range(1 if form.between is None else data.draw(st.integers(1, 3))):
+        named = data.draw(st.dictionaries(WORDS.map("text_{}".format), texts, max_size=2))
+        items = {**data.draw(st.dictionaries(WORDS, values(texts), max_size=2)), **named}.items()
+        calls.append((data.draw(st.sampled_from(names)), dict(data.draw(st.permutations(items)))))
+        schemas[calls[-1][0]]["properties"] |= {key: {"type": "string"} for key in named}
     text = form.render(calls)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
@@ -240,14 +225,6 @@ def test_random_calls_survive_random_splits(name, data):
         assert result == calls[: len(result)]
         assert n in (None, len(result))
         assert n is None or not "".join(part.text for part in parts)
-
-
-def test_markers_of_a_format_are_read_or_remain_in_the_text(tokenizer):
-    assert chat_format_of(tokenizer, "mistral").needs_special
-    assert not chat_format_of(tokenizer, "hermes").needs_special
-    without_reasoning = chat_format_of(tokenizer, "harmony", "none")
-    text = ANALYSIS + "<|channel|>final<|message|>yes"
-    assert parsed(without_reasoning, text) == ("", "hmyes", [])
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), [
@@ -328,11 +305,15 @@ def test_arguments_between_tags_have_the_type_of_the_schema(tokenizer):
 ])  # fmt: skip
 def test_grammar_begins_behind_the_reasoning(compiler, tokenizer, name, reasoning, tail, text):
     chat_format = chat_format_of(tokenizer, name, reasoning)
+    assert chat_format.needs_special == (name != "hermes")
     outputs = StructuredOutputs(choice=["yes", "no"], around=chat_format.around(tail, False))
     assert accepted(compiler, tokenizer, outputs, text)
     assert not accepted(compiler, tokenizer, outputs, text.replace("yes", "maybe"))
     thought = "hm" if "hm" in text else ""
     assert parsed(chat_format, text, tail) == (thought, "yes", [])
+    if name == "harmony":
+        plain = chat_format_of(tokenizer, name, "none")
+        assert parsed(plain, text) == ("", f"{thought}yes", [])
     outputs = calls_of(chat_format, around=chat_format.around(tail, True))
     text = text.replace("yes", "").replace("<|channel|>final<|message|>", "")
     text += answer_of(tokenizer, name, 1)

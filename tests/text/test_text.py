@@ -1,6 +1,7 @@
-"""Text token by token, against the decoding of the whole; and where it stops."""
+"""Text token by token, against the decoding of the whole; where it stops; reasoning tags."""
 
 import json
+from itertools import groupby
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,9 @@ from support.tiny import SPOKEN, add_tokenizer, byte_level, metaspace
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from offload_rt import SamplingParams
-from offload_rt.errors import CheckpointError, PromptError
-from offload_rt.executor.sequence import Sequence
+from offload_rt.errors import PromptError
 from offload_rt.text.detokenize import TextStream, encode, encode_chat, load_tokenizer, token_bytes
+from offload_rt.text.reasoning import THINK, ReasoningSplitter
 
 BYTE_LEVEL = byte_level()
 METASPACE = metaspace()
@@ -140,19 +140,6 @@ def test_special_tokens_begin_prompts_and_have_no_text(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=special)
     add_tokenizer(tmp_path, tokenizer)
     assert encode(load_tokenizer(tmp_path), "the fox") == [start, *ids]
-    for content in ("", "{", '{"model": 3}'):
-        (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(CheckpointError, match="tokenizer"):
-            load_tokenizer(tmp_path)
-
-
-def test_end_token_ends_a_sequence_and_has_no_text():
-    ids = encoded(BYTE_LEVEL, "the fox")
-    stream = TextStream(BYTE_LEVEL, [0], ())
-    sequence = Sequence([0], SamplingParams(max_new_tokens=99), 999, frozenset({ids[-1]}), stream)
-    sequence.extend([*ids, 5, 6])
-    assert sequence.tokens[sequence.n_prompt :] == ids
-    assert (sequence.finish_reason, stream.text) == ("stop", decode(BYTE_LEVEL, ids[:-1]))
 
 
 @given(texts)
@@ -239,3 +226,44 @@ def test_missing_failing_or_unsafe_template_is_one_sentence(tmp_path):
         with pytest.raises(PromptError, match=said) as caught:
             encode_chat(tokenizer, [{"role": "user", "content": "hello"}], {})
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+REASONING = [
+    ("<think>\nfirst\n</think>\n\nanswer", False, [("first\n", True), ("answer", False)]),
+    ("in the template</think>answer", True, [("in the template", True), ("answer", False)]),
+    ("no tags < think", False, [("no tags < think", False)]),
+    (" <think>b</think>c<think>d", False, [("b", True), ("c<think>d", False)]),
+    ("a <think>b</think>", False, [("a <think>b</think>", False)]),
+    ("\n a", False, [("\n a", False)]),
+    ("cut off <thi", False, [("cut off <thi", False)]),
+    ("", False, []),
+]
+
+
+def joined(pieces: list[str], starts_inside: bool) -> list[tuple[str, bool]]:
+    splitter = ReasoningSplitter(starts_inside)
+    parts = [part for text in pieces[:-1] for part in splitter.add(text)]
+    parts += splitter.add(pieces[-1], is_last=True)
+    runs = groupby(parts, key=lambda part: part.is_reasoning)
+    return [("".join(part.text for part in run), kind) for kind, run in runs]
+
+
+@pytest.mark.parametrize(("text", "starts_inside", "expected"), REASONING)
+def test_parts_do_not_depend_on_the_pieces(text, starts_inside, expected):
+    for size in range(1, len(text) + 1):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert joined(pieces, starts_inside) == expected
+
+
+def test_text_is_returned_as_soon_as_no_tag_can_follow():
+    splitter = ReasoningSplitter()
+    for piece, parts in (
+        ("\n<th", []),
+        ("ink>a <", ["a "]),
+        ("b", ["<b"]),
+        ("</think>c <", ["c <"]),
+    ):
+        assert [part.text for part in splitter.add(piece)] == parts
+    assert THINK.opens("<|assistant|>\n<think>\n")
+    assert not THINK.opens("<think>\n\n</think>\n\n")
+    assert THINK.closes("<think>\n\n</think>\n\n")
