@@ -188,7 +188,11 @@ def test_mistakes_are_one_sentence_and_exit_code_2(arguments, words, line, model
     _refused(line("--model", str(model), *SMALL, *arguments), *words)
 
 
-def test_unusable_files_and_devices_are_refused(line, model, tmp_path):
+def test_unusable_files_devices_and_budgets_are_refused(line, model, tmp_path, monkeypatch):
+    for limit, advice in ((1 << 40, "set --device-memory to "), (1000, "use a larger device")):
+        monkeypatch.setattr(device, "memory_limit", lambda limit=limit: limit)
+        _refused(line(str(model), "x", "--device", "cpu", "--device-memory", "1000"), advice)
+    monkeypatch.undo()
     (tmp_path / "prompt").write_bytes(b"caf\xe9")
     _refused(line("--model", str(model), "--prompt-file", str(tmp_path / "prompt")), "not UTF-8")
     copy = shutil.copytree(model, tmp_path / "copy")
@@ -200,12 +204,6 @@ def test_unusable_files_and_devices_are_refused(line, model, tmp_path):
     if not torch.cuda.is_available():
         code, out, err = line("--model", str(model), "--device", "cuda", "--prompt", "x")
         assert (code, out) == (3, "") and err.startswith("error: --device cuda")
-
-
-def test_budget_is_advised_only_within_the_memory(line, model, monkeypatch):
-    for limit, advice in ((1 << 40, "set --device-memory to "), (1000, "use a larger device")):
-        monkeypatch.setattr(device, "memory_limit", lambda limit=limit: limit)
-        _refused(line(str(model), "x", "--device", "cpu", "--device-memory", "1000"), advice)
 
 
 @pytest.mark.parametrize(

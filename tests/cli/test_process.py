@@ -1,5 +1,6 @@
-"""Start and end of programs: signals, exit codes and messages."""
+"""Start and end of programs: imports, signals, exit codes and messages."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from contextlib import ExitStack
 from unittest.mock import Mock
 
 import pytest
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.processes import handled
 
 from offload_rt.cli import main, process
 from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
 from offload_rt.errors import CacheError, LinkError, PromptError
+from offload_rt.models.families import FAMILIES
+from offload_rt.planning.known_models import KNOWN
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +106,65 @@ def test_signal_before_a_command_is_one_line_and_ignored_signals_stay_ignored(ca
     assert capfd.readouterr() == ("", "interrupted\n")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     assert run_program(lambda: exit_code(lambda: signal.raise_signal(signal.SIGHUP))) == 0
+
+
+# Neither torch nor transformers is imported for a plan or a wrong flag.
+
+# Runs command lines, and prints the exit code of each and the large libraries loaded so far.
+PROGRAM = """
+import json, sys
+from offload_rt.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    loaded = sorted({"torch", "transformers", "numba", "huggingface_hub"} & {*sys.modules})
+    print(json.dumps([code, loaded]), file=sys.stderr)
+"""
+SIZES = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+MORE = {
+    "llama": {"rope_scaling": {"rope_type": "linear", "factor": 2.0},
+              "quantization_config": {"quant_method": "fp8"}},
+    "mimo": {"num_nextn_predict_layers": 1},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_plans_help_and_flag_errors_import_no_large_library(tmp_path):
+    """Plans of a config.json, its directory, files with weights, and a shape."""
+    plans = []
+    for name, family in FAMILIES.items():
+        config = {"model_type": name, "architectures": [family.architecture], **SIZES}
+        path = tmp_path / name / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(config | MORE.get(name, {})))
+        plans.append([str(path.parent), "--json"] if name in MORE else [str(path)])
+    config = llama_config(max_position_embeddings=512)
+    weights = str(write_checkpoint(tmp_path / "weights", config, llama_tensors(config)))
+    shapes = {raw["model_type"]: name for name, raw in KNOWN.items()}
+    plans += [
+        *([name] for kind, name in shapes.items() if kind in FAMILIES),
+        [weights], [weights, "--draft-model", weights],
+        ["llama2-70b", "--draft-model", "llama2-7b", "--sweep", "memory"],
+        ["llama2-70b", "--drafter", "self", "--gpu", "h100"],
+        ["llama2-7b", "--kv-memory", "1GiB", "--kv-dtype", "fp8", "--link-format", "lossless"],
+        ["llama3-8b", "--pipeline", "2"],
+    ]  # fmt: skip
+    commands = [["plan", "--gpu", "rtx4090", *plan] for plan in plans]
+    codes = [0] * len(commands)
+    more = {"run": ["--prompt", "x"], "calibrate": ["--draft-model", str(tmp_path)]}
+    for verb in ("run", "chat", "serve", "plan", "convert", "calibrate"):
+        wrong = ["--model", str(tmp_path / "nothing"), *more.get(verb, [])]
+        commands += [[verb, "--help"], [verb, "--model", "m", "--frobnicate"], [verb, *wrong]]
+        codes += [0, 2, 2]
+    program = [sys.executable, "-c", PROGRAM, json.dumps([["--help"], *commands])]
+    done = subprocess.run(program, capture_output=True, text=True)
+    outcomes = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    for command, code, outcome in zip(commands, codes, outcomes[1:], strict=True):
+        assert outcome == [code, []], command

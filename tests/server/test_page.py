@@ -410,17 +410,14 @@ def test_answer_is_stopped(page, served, monkeypatch):
     served.wait_until_idle()
 
 
-def test_every_control_is_reached_by_the_keyboard(page):
+def test_versions_titles_settings_and_the_focus(page):
+    """Tab reaches every control, Escape discards an edit, and the focus stays on the page."""
     reached = set()
     for _ in range(16):
         reached.add(focused(page))
         page.switch_to.active_element.send_keys(Keys.TAB)
     controls = {"new", "search", "export", "import", "colours", "open-settings", "prompt"}
     assert controls | {"attach", "send"} <= reached
-
-
-def test_versions_titles_settings_and_the_focus(page):
-    """Escape discards an edit, and the focus stays on the page."""
     first = start(page, 2)
 
     def press(selector: str, *keys: str) -> str:

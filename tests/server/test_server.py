@@ -1,5 +1,6 @@
 """The server through OpenAI's client, and under overload: many, disconnecting, hostile clients."""
 
+import gc
 import json
 import re
 import socket
@@ -9,25 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from support.serving import (
-    MODELS,
-    PROMPT,
-    SETTINGS,
-    TURNS,
-    Served,
-    alone,
-    engine_held,
-    head_of,
-    running,
-    wait_until,
-)
+from support.programs import wait_until
+from support.serving import MODELS, PROMPT, SETTINGS, TURNS, Served, engine_held, head_of, running
 
 from bench.serve.load import load
 from offload_rt import SamplingParams
 from offload_rt.cli.serve import main
 from offload_rt.engine import engine as engine_module
+from offload_rt.server import connection
+from offload_rt.server.settings import ServeSettings
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +42,9 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
     """Send a request without reading its response; disconnect at the end."""
     body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
     raw = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        connection.sendall(head_of("/v1/completions", len(raw)) + raw)
-        yield connection
+    with socket.create_connection(("127.0.0.1", served.port)) as client:
+        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        yield client
 
 
 def test_max_tokens_0_reads_the_prompt_only(served):
@@ -206,10 +200,30 @@ def test_metrics_count_requests_and_tokens(served):
     assert 1 <= gained["offload_rt_passes_total"] <= 5 and after["offload_rt_running"] == 0
 
 
-def test_port_in_use_is_reported_before_loading(capsys):
+def test_serve_warns_and_needs_a_free_port(monkeypatch, capsys, tmp_path):
+    def run(sockets: list[socket.socket]) -> None:
+        assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
+        gc.unfreeze()
+
+    make_server = Mock(return_value=Mock(run=run))
+    monkeypatch.setattr(connection, "make_server", make_server)
+    model = [str(MODELS / "demo-target"), "--device-memory", "1GB", "--drafter", "none", "--port"]
+    template = tmp_path / "template"
+    template.write_text("{{ tools }}")
+    for flags, warning in (
+        (["--host", "0.0.0.0"], "set --api-key"),
+        (["--host", "0.0.0.0", "--api-key", "secret"], ""),
+        (["--host", "localhost"], ""),
+        (["--chat-template", str(template)], "format generic is used"),
+        (["--chat-template", str(template), "--tool-call-parser", "generic"], ""),
+    ):
+        assert main([*model, "0", *flags]) == 0
+        printed = capsys.readouterr().err
+        assert ("warning" in printed) == bool(warning) and warning in printed
+    assert make_server.call_args.args[1] == ServeSettings.drain
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["--model", str(MODELS / "demo-target"), "--port", str(port)]) == 2
+        assert main([*model, str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
@@ -256,7 +270,7 @@ def test_clients_disconnect_during_prefill(served, stream, monkeypatch):
 def test_failing_request_fails_alone(served, stream, monkeypatch):
     """NaN logits are reported to the client; internal errors are reported without details."""
     node_probs = engine_module.NodeProbs
-    expected = alone(served.llm, PROMPT, max_tokens=40)
+    expected = served.llm.generate(PROMPT, SamplingParams(max_tokens=40))[0].text
 
     def broken(logits: Any, sampling: SamplingParams, context: Any, *others: Any) -> Any:
         if sampling.logit_bias and len(context.tokens) > context.n_prompt + 2:

@@ -1,16 +1,27 @@
-"""The APIs of agents, through their official clients: reasoning, content and tool calls."""
+"""The APIs of agents, through their official clients: reasoning, tool calls and images."""
 
+import base64
+import io
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi.routing import APIRoute
-from support.serving import TURNS, Served, script
+from PIL import Image
+from support.serving import SETTINGS, TURNS, Served, running, script
 
+from offload_rt.errors import PromptError
 from offload_rt.llm import Piece
+from offload_rt.models.image_prompt import ImagePrompt
+from offload_rt.server import app
 from offload_rt.server.call_format import CallFormat, Style
 from offload_rt.server.chat_format import ChatFormat
+from offload_rt.server.prompts import _IMAGE_THREADS
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION = {"name": "add", "description": "Adds.", "parameters": SCHEMA}
@@ -114,87 +125,179 @@ def test_reasoning_of_the_prompt_continues(served, monkeypatch):
     assert "</think>" in requests[0][1].structured_outputs.around
 
 
+def data_of(*size: int) -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "teal").save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+DATA = data_of(5, 3)
+URL = f"data:image/png;base64,{DATA}"
+OPENAI = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
+ANTHROPIC = {"type": "image", "source": SOURCE}
+N_TOKENS = 2 * 5 + 2  # columns of two images, and the tokens of "x"
+
+
+@pytest.fixture
+def processor(served: Served, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Let the model of text accept images, with a token per column. Its answers need `script`."""
+
+    def encode_chat(messages: Any, images: Any, options: Any) -> ImagePrompt:
+        return ImagePrompt([7] * sum(image.width for image in images) + served.llm.encode("x"), ())
+
+    processor = Mock(scaled=lambda image: image, encode_chat=Mock(wraps=encode_chat))
+    monkeypatch.setattr(served.llm.requests, "images", processor)
+    return processor
+
+
+def chat_of(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}], "max_tokens": 3}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 HISTORY = [
     {"role": "system", "content": "S"},
-    {"role": "user", "content": "Q"},
-    {"role": "assistant", "content": "A", "reasoning_content": "R", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
-    {"role": "tool", "tool_call_id": "1", "content": "7"},
+    {"role": "user", "content": [text("a"), OPENAI, text("b")]},
+    {"role": "assistant", "content": "A", "reasoning_content": "R", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": [text("7"), OPENAI]},
     {"role": "user", "content": "Q2"},
-]  # fmt: skip
+]
+INPUT_IMAGE = {"type": "input_image", "image_url": URL, "detail": "auto"}
 INPUT = [
-    {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+    {"role": "user", "content": [text("a"), INPUT_IMAGE, {"type": "input_text", "text": "b"}]},
     {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
     {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}'},
-    {"type": "function_call_output", "call_id": "1", "output": "7"},
+    {"type": "function_call_output", "call_id": "1", "output": [text("7"), INPUT_IMAGE]},
     {"role": "user", "content": "Q2"},
 ]
 BLOCKS = [
-    {"role": "user", "content": "Q"},
+    {"role": "user", "content": [text("a"), ANTHROPIC, text("b")]},
     {"role": "assistant", "content": [
         {"type": "thinking", "thinking": "R", "signature": ""},
-        {"type": "redacted_thinking", "data": "x"},
-        {"type": "text", "text": "A"},
+        {"type": "redacted_thinking", "data": "x"}, text("A"),
         {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
     {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "7"}]},
-        {"type": "text", "text": "Q"}, {"type": "text", "text": "2"}]},
+        {"type": "tool_result", "tool_use_id": "1", "content": [text("7"), ANTHROPIC]},
+        text("Q"), text("2")]},
 ]  # fmt: skip
+EXPECTED_TURNS = [
+    ["system", "S", None, None, None],
+    ["user", [text("a"), {"type": "image"}, text("b")], None, None, None],
+    ["assistant", "A", "R", None, [CALL]],
+    ["tool", [text("7"), {"type": "image"}], None, "1", None],
+    ["user", "Q2", None, None, None],
+]
+WANTED = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("chat/completions", {"messages": HISTORY, "tools": [CHAT_TOOL], "max_tokens": 1}),
-    ("responses", {"input": INPUT, "instructions": "S", "tools": [RESPONSES_TOOL]}),
-    ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL],
-                  "max_tokens": 1}),
+@pytest.mark.parametrize(("path", "body", "more"), [
+    ("chat/completions", {"messages": HISTORY, "tools": [CHAT_TOOL], "max_tokens": 1},
+     {"reasoning_effort": "none", "tool_choice": "none",
+      "response_format": {"type": "json_schema", "json_schema": WANTED}}),
+    ("responses", {"input": INPUT, "instructions": "S", "tools": [RESPONSES_TOOL]},
+     {"reasoning": {"effort": "none"}, "tool_choice": "none", "text": {"format": WANTED}}),
+    ("messages", {"messages": BLOCKS, "system": "S", "tools": [ANTHROPIC_TOOL], "max_tokens": 1},
+     {"thinking": {"type": "disabled"}, "tool_choice": {"type": "none"},
+      "output_config": {"format": WANTED}}),
 ])  # fmt: skip
-def test_conversations_of_all_apis_reach_the_template_alike(served, monkeypatch, path, body):
-    template = (
-        "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
-        "{{ m.tool_call_id }}|{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-        "{{ c.function.arguments.a }}{% endfor %}]{% endfor %}"
-        "{% for t in tools or [] %}{{ t.function.name }}{{ t.function.parameters.required }}"
-        "{% endfor %}"
-        "{{ enable_thinking }}{{ reasoning_effort }}{% if response_format %}"
-        "{{ response_format.type }} {{ response_format.json_schema.name }}{% endif %}"
-    )
-    monkeypatch.setattr(served.llm.tokenizer, "chat_template", template)
+def test_conversations_of_all_apis_reach_the_template_alike(
+    served, processor, monkeypatch, path, body, more
+):
+    monkeypatch.setattr(served.llm.tokenizer, "chat_template", "{{ response_format }}")
     monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
-    requests = script(served.llm, monkeypatch, "x")
+    requests = script(served.llm, monkeypatch, "seen")
     status, answer = served.post(f"/v1/{path}", body)
-    assert status == 200, answer
-    (prompt,) = requests[0][0]
-    expected = "[system|S|||][user|Q|||][assistant|A|R||add1][tool|7||1|][user|Q2|||]add['a']"
-    tail = prompt[-len(served.llm.encode(expected, False)) :]
-    assert served.llm.tokenizer.decode(tail) == expected
+    assert status == 200 and '"seen"' in json.dumps(answer)
+    usage = answer["usage"]
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == N_TOKENS
     if path == "messages":
-        assert served.post("/v1/messages/count_tokens", body)[1] == {"input_tokens": len(prompt)}
-    wanted = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-    more = {
-        "chat/completions": {"reasoning_effort": "none", "tool_choice": "none", "response_format": {
-            "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-        "responses": {"reasoning": {"effort": "none"}, "tool_choice": "none",
-                      "text": {"format": wanted}},
-        "messages": {"thinking": {"type": "disabled"}, "tool_choice": {"type": "none"},
-                     "output_config": {"format": wanted}},
-    }[path]  # fmt: skip
+        assert served.post("/v1/messages/count_tokens", body)[1] == {"input_tokens": N_TOKENS}
+    turns, images, options = processor.encode_chat.call_args.args
+    names = ("role", "content", "reasoning_content", "tool_call_id", "tool_calls")
+    assert [[turn.get(name) for name in names] for turn in turns] == EXPECTED_TURNS
+    assert {(image.size, image.getpixel((0, 0))) for image in images} == {((5, 3), (0, 128, 128))}
+    assert options["add_generation_prompt"] is True and "response_format" not in options
+    (tool,) = options["tools"]
+    assert (tool["function"]["name"], tool["function"]["parameters"]) == ("add", SCHEMA)
+    (prompt,) = requests[0][0]
+    assert isinstance(prompt, ImagePrompt) and len(prompt) == N_TOKENS
     assert served.post(f"/v1/{path}", body | more)[0] == 200
-    text = served.llm.tokenizer.decode(requests[1][0][0])
-    assert re.search(r"\[user\|Q2\|\|\|\]False(none)?json_schema x$", text)
+    options = processor.encode_chat.call_args.args[2]
+    assert options["enable_thinking"] is False and options["tools"] is None
+    assert options["response_format"]["json_schema"]["name"] == "x"
+    assert requests[1][1].structured_outputs.json == SCHEMA
+
+
+@pytest.mark.usefixtures("processor")
+def test_wrong_images_are_refused_and_models_describe_their_input(served, monkeypatch):
+    models = served.client.models
+    assert [model.id for model in models.list()] == ["demo"]
+    card = models.retrieve("demo").model_dump()
+    assert (card["input_modalities"], card["max_body"]) == (["text", "image"], 200_000)
+    wide = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
+    for part, message in (
+        ({"type": "image_url", "image_url": wide}, "maximum context length"),
+        (OPENAI, "truncate_prompt_tokens"), ({"type": "video_url"}, "[0] of type 'video_url'"),
+        ({"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
+        ({"type": "image_url", "image_url": "https://a.example/x"}, "allow_image_urls"),
+        ({"type": "image_url", "image_url": URL[:-40]}, "image 1: the image is damaged"),
+    ):  # fmt: skip
+        body = chat_of(part) | ({"truncate_prompt_tokens": 4} if part == OPENAI else {})
+        status, answer = served.post("/v1/chat/completions", body)
+        assert status == 400 and message in answer["error"]["message"]
+    monkeypatch.setattr(served.llm.requests, "images", None)
+    assert models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
+
+
+def test_urls_are_read_with_permission(served, processor, monkeypatch):
+    script(served.llm, monkeypatch, "seen")
+    failure = PromptError("a.example answered with status 404")
+    fetch = Mock(side_effect=[base64.b64decode(DATA), failure])
+    monkeypatch.setattr(app, "ImageFetcher", lambda _: fetch)
+    body = chat_of({"type": "image", "source": {"type": "url", "url": "https://a.example/x"}})
+    with running(served.llm, settings=replace(SETTINGS, allow_image_urls=True)) as open_server:
+        assert open_server.post("/v1/messages", body)[0] == 200
+        assert processor.encode_chat.call_args.args[1][0].size == (5, 3)
+        status, answer = open_server.post("/v1/messages", body)
+    assert status == 400 and "image 1: a.example answered" in answer["error"]["message"]
+
+
+def test_images_delay_no_request_of_text(served, processor, monkeypatch):
+    """Requests of text and /health are answered while more images wait than threads exist."""
+    script(served.llm, monkeypatch, "seen")
+    are_waiting = threading.Semaphore(0)
+    may_go_on = threading.Event()
+
+    def slow(image: Any) -> Any:
+        are_waiting.release()
+        assert may_go_on.wait(60)
+        return image
+
+    monkeypatch.setattr(processor, "scaled", slow)
+    path = "/v1/chat/completions"
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(served.post, path, chat_of(OPENAI)) for _ in range(9)]
+        for _ in range(_IMAGE_THREADS):
+            assert are_waiting.acquire(timeout=60)
+        assert served.request("GET", "/health")[0] == 200
+        assert served.post(path, {"messages": TURNS, "max_tokens": 3})[0] == 200
+        assert not are_waiting.acquire(blocking=False)
+        may_go_on.set()
+    assert [future.result()[0] for future in asked] == [200] * 9
 
 
 @pytest.mark.parametrize(("path", "fields", "check"), [
     ("responses", {"max_output_tokens": 5}, lambda params: params.max_tokens == 5),
     ("responses", {"ignore_eos": True}, lambda params: params.ignore_eos),
-    ("responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-     lambda params: params.structured_outputs.json == SCHEMA),
-    ("responses", {"tools": [RESPONSES_TOOL],
-                   "tool_choice": {"type": "function", "name": "add"},
-                   "text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ("responses", {"tools": [RESPONSES_TOOL], "text": {"format": WANTED},
+                   "tool_choice": {"type": "function", "name": "add"}},
      lambda params: "add" in params.structured_outputs.grammar),
-    ("messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
-     lambda params: params.structured_outputs.json == SCHEMA),
     ("messages", {"stop_sequences": ["b"], "top_k": 3},
      lambda params: (params.stop, params.top_k) == (("b",), 3)),
     ("messages", {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}},
@@ -253,8 +356,7 @@ def test_errors_in_the_middle_of_a_stream_reach_the_clients(served, monkeypatch)
 
     monkeypatch.setattr(served.llm, "astream_all", failing)
     *_, last = served.client.responses.create(model="demo", input="Q", stream=True)
-    assert last.type == "response.failed"
-    assert "internal" in last.response.error.message
+    assert last.type == "response.failed" and "internal" in last.response.error.message
     assert last.response.output[0].status == "incomplete"
     asked = {"model": "demo", "max_tokens": 9, "messages": TURNS, "stream": True}
     with pytest.raises(APIStatusError, match="internal server error"):
@@ -265,9 +367,8 @@ def test_routes_are_described(served):
     description = json.loads(served.request("GET", "/openapi.json")[2])
     page = served.request("GET", "/docs")[2].decode()
     routes = [route for route in served.app.routes if isinstance(route, APIRoute)]
-    assert {route.path for route in [route for route in routes if route.include_in_schema]} == {
-        path.replace("{name}", "{name:path}") for path in description["paths"]
-    }
+    paths = {route.path.replace(":path", "") for route in routes if route.include_in_schema}
+    assert paths == description["paths"].keys()
     for path, methods in description["paths"].items():
         for operation in methods.values():
             assert operation["description"] in page and path in page

@@ -16,28 +16,16 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.serving import (
-    CONNECTIONS,
-    MODELS,
-    PROMPT,
-    SETTINGS,
-    TURNS,
-    Served,
-    engine_held,
-    head_of,
-    running,
-    serving,
-    wait_until,
-)
+from support.programs import wait_until
+from support.serving import CONNECTIONS, PROMPT, SETTINGS, engine_held, head_of, running, serving
 
 from offload_rt.errors import SettingsError
 from offload_rt.server import bodies, completions, connection, protocol, responses, service
 from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access, Limits
-from offload_rt.server.settings import ServeSettings
 
 
-def connect(served: Served, rcvbuf: int = 0) -> socket.socket:
+def connect(served: Any, rcvbuf: int = 0) -> socket.socket:
     """Open a connection, with a small receive buffer for clients that do not read."""
     client = socket.socket()
     client.settimeout(20)
@@ -79,7 +67,7 @@ def test_values_are_counted_before_parsing(body, message, monkeypatch):
      "35000 containers in arguments of calls"),
 ])  # fmt: skip
 def test_json_inside_texts_is_counted_before_parsing(body, message, monkeypatch):
-    raw = json.dumps({"messages": TURNS} | body).encode()
+    raw = json.dumps({"messages": []} | body).encode()
     request = bodies.read_body(protocol.ChatRequest, raw, 256)
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("a text above the limits was parsed"))
     with pytest.raises(SettingsError, match=message):
@@ -130,7 +118,7 @@ def test_requests_are_parsed_and_checked_off_the_event_loop(served, monkeypatch)
     for path, body in (
         ("completions", {"prompt": "x", "max_tokens": 1}),
         ("completions", {"prompt": [5], "max_tokens": 1}),
-        ("chat/completions", {"messages": TURNS, "max_tokens": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
         *(("responses", {"input": "x", "max_output_tokens": 1, "stream": stream})
           for stream in (False, True)),
     ):  # fmt: skip
@@ -349,28 +337,3 @@ def test_pages_of_other_origins_have_no_access(served):
         raw = b'{"prompt": "x", "max_tokens": 1}'
         code, headers, _ = served.request("POST", "/v1/completions", raw, headers)
         assert code == status and "Access-Control-Allow-Origin" not in headers
-
-
-def test_serve_warns_of_open_addresses_and_unknown_templates(monkeypatch, capsys, tmp_path):
-    from offload_rt.cli import serve as serve_command
-
-    def run(sockets: list[socket.socket]) -> None:
-        assert gc.get_freeze_count() > 0, "collections traverse the objects of libraries"
-        gc.unfreeze()
-
-    make_server = Mock(return_value=Mock(run=run))
-    monkeypatch.setattr(connection, "make_server", make_server)
-    model = ["--model", str(MODELS / "demo-target"), "--port", "0", "--device-memory", "1GB"]
-    template = tmp_path / "template"
-    template.write_text("{{ tools }}")
-    for flags, warning in (
-        (["--host", "0.0.0.0"], "set --api-key"),
-        (["--host", "0.0.0.0", "--api-key", "secret"], ""),
-        (["--host", "localhost"], ""),
-        (["--chat-template", str(template)], "format generic is used"),
-        (["--chat-template", str(template), "--tool-call-parser", "generic"], ""),
-    ):
-        assert serve_command.main([*model, "--drafter", "none", *flags]) == 0
-        printed = capsys.readouterr().err
-        assert ("warning" in printed) == bool(warning) and warning in printed
-    assert make_server.call_args.args[1] == ServeSettings.drain

@@ -1,40 +1,23 @@
-"""Fields of requests and responses: sampling, prompts, log-probabilities, formats, images."""
+"""Fields of requests and responses: sampling, prompts, log-probabilities, formats and tools."""
 
-import base64
-import io
 import json
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from PIL import Image
-from support.serving import MODELS, PROMPT, SETTINGS, TURNS, Served, alone, running, script
+from support.serving import MODELS, PROMPT, TURNS, alone, running, script
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from offload_rt import Piece, SamplingParams, StructuredOutputs
 from offload_rt.cli.run import main
-from offload_rt.errors import PromptError, SettingsError
-from offload_rt.models.image_prompt import ImagePrompt
-from offload_rt.server import app, service
+from offload_rt.errors import SettingsError
+from offload_rt.server import service
 from offload_rt.server.answer import Answer
 from offload_rt.server.chat_format import ChatFormat
-from offload_rt.server.prompts import _IMAGE_THREADS
 from offload_rt.server.protocol import ChatRequest, CompletionRequest
 from offload_rt.text.detokenize import token_bytes
 
-CONTROL = "<|endoftext|>"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
-
-
-def complete(served: Served, **fields: Any) -> Any:
-    status, answer = served.post("/v1/completions", GREEDY | fields)
-    assert status == 200, answer
-    return answer["choices"][0]
 
 
 def test_fields_change_an_answer_as_in_python(served):
@@ -48,7 +31,7 @@ def test_fields_change_an_answer_as_in_python(served):
         {"allowed_token_ids": allowed}, {"stop": [plain.text[5:8]]}, {"stop_token_ids": [second]},
         {"temperature": 0.7, "seed": 5}, {"temperature": 0.7, "seed": 6},
     ):  # fmt: skip
-        choice = complete(served, **fields)
+        (choice,) = served.post("/v1/completions", GREEDY | fields)[1]["choices"]
         expected = llm.generate(PROMPT, SamplingParams(**{"max_tokens": 8, **fields}))[0]
         reasons = (expected.finish_reason, expected.stop_reason)
         assert choice["text"] == expected.text != plain.text, fields
@@ -61,14 +44,6 @@ def test_fields_change_an_answer_as_in_python(served):
     outputs = llm.generate(prompts, SamplingParams(8, **several))
     expected = [answer.text for output in outputs for answer in output.outputs]
     assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(expected)]
-
-
-def test_empty_arguments_of_a_call_are_an_empty_object():
-    texts = ["", "{}", {"a": 1}, '{"a": 1}', "{"]
-    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
-    (turn,) = ChatRequest(messages=[{"role": "assistant", "tool_calls": calls}]).turns()
-    arguments = [call["function"]["arguments"] for call in turn["tool_calls"]]
-    assert arguments == [{}, {}, {"a": 1}, {"a": 1}, "{"]
 
 
 def test_rules_that_exclude_every_token_are_refused(llm):
@@ -91,13 +66,8 @@ def test_prompts_are_truncated_and_have_optional_special_tokens(served):
         answer = served.post("/v1/completions", GREEDY | fields)[1]
         assert answer["usage"]["prompt_tokens"] == len(tokens)
         assert answer["choices"][0]["text"] == alone(served.llm, tokens, max_tokens=8)
-    long = {
-        "prompt": ids * 100,
-        "max_tokens": 10**30,
-        "top_k": 10**30,
-        "truncate_prompt_tokens": -1,
-    }
-    answer = served.post("/v1/completions", GREEDY | long)[1]
+    long = GREEDY | {"prompt": ids * 100, "truncate_prompt_tokens": -1}
+    answer = served.post("/v1/completions", long | {"max_tokens": 10**30, "top_k": 10**30})[1]
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["total_tokens"]) == (255, 256)
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -106,16 +76,16 @@ def test_prompts_are_truncated_and_have_optional_special_tokens(served):
 @pytest.mark.parametrize("special", [True, False])
 def test_offsets_of_an_echo_point_into_its_text(served, prompt, special):
     """Text that could begin a stop string follows its tokens later."""
-    fields = {"prompt": prompt, "add_special_tokens": special, "stop": ["never occurs in this"]}
-    choice = complete(served, **fields, echo=True, logprobs=0)
+    fields = {"prompt": prompt, "add_special_tokens": special, "echo": True, "logprobs": 0}
+    body = GREEDY | fields | {"stop": ["never occurs in this"]}
+    (choice,) = served.post("/v1/completions", body)[1]["choices"]
     logprobs = choice["logprobs"]
     offsets = logprobs["text_offset"]
-    streamed = served.chunks("/v1/completions", GREEDY | fields | {"echo": True, "logprobs": 0})
-    parts = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    parts = [part["choices"][0]["logprobs"] for part in served.chunks("/v1/completions", body)]
     assert [offset for part in parts if part for offset in part["text_offset"]] == offsets
     assert len(offsets) == len(logprobs["tokens"]) and offsets == sorted(offsets)
     for token, offset in zip(logprobs["tokens"], offsets, strict=True):
-        if token != CONTROL and "\ufffd" not in token:
+        if token != "<|endoftext|>" and "\ufffd" not in token:
             assert choice["text"][offset:].startswith(token)
     assert offsets[:2] == [0, 0] if special else offsets[0] == 0
 
@@ -223,19 +193,14 @@ def test_grammars_of_open_requests_are_bounded_together(served, monkeypatch):
     assert status == 400 and "at most 1500" in answer["error"]["message"]
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"size": {"enum": [1, 2]}, "kind": {"enum": ["file", "folder"]}},
-    "required": ["size", "kind"],
-    "additionalProperties": False,
-}
-JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+SCHEMA = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
 
 
 @pytest.mark.parametrize(("fields", "outputs"), [
     ({"guided_json": json.dumps(SCHEMA)}, {"json": json.dumps(SCHEMA)}),
     *((fields, {"json": SCHEMA}) for fields in (
-        {"response_format": JSON_SCHEMA}, {"guided_json": SCHEMA}, {"json_schema": SCHEMA},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"guided_json": SCHEMA}, {"json_schema": SCHEMA},
         {"structured_outputs": {"json": SCHEMA, "regex": None}},
         {"response_format": {"type": "json_object", "schema": SCHEMA}})),
     ({"guided_regex": "[a-z]{3}[0-9]{2}"}, {"regex": "[a-z]{3}[0-9]{2}"}),
@@ -252,7 +217,13 @@ def test_formats_of_a_request_equal_formats_in_python(served, monkeypatch, field
         assert requests.pop()[1].structured_outputs == StructuredOutputs(**outputs)
 
 
-def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
+def test_arguments_of_calls_and_parallel_calls(served):
+    """Empty arguments are an empty object. Without parallel calls the first call remains."""
+    texts = ["", "{}", {"a": 1}, '{"a": 1}', "{"]
+    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
+    (turn,) = ChatRequest(messages=[{"role": "assistant", "tool_calls": calls}]).turns()
+    arguments = [call["function"]["arguments"] for call in turn["tool_calls"]]
+    assert arguments == [{}, {}, {"a": 1}, {"a": 1}, "{"]
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>' * 3
     tools = [{"type": "function", "function": {"name": "add"}}]
     for parallel, n in ((False, 1), (True, 3), (None, 3)):
@@ -264,7 +235,7 @@ def test_calls_after_the_first_are_dropped_without_parallel_calls(served):
 
 
 def test_a_schema_on_the_command_line(tmp_path, capsys):
-    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA | {"additionalProperties": False}))
     line = [str(MODELS / "demo-target"), PROMPT, "--device", "cpu", "--max-model-len", "128"]
     assert main([*line, "--quiet", "--json-schema", str(tmp_path / "schema.json")]) == 0
     assert json.loads(capsys.readouterr().out)["size"] in (1, 2)
@@ -272,141 +243,3 @@ def test_a_schema_on_the_command_line(tmp_path, capsys):
     assert re.fullmatch("[a-z]{3}-[0-9]\n", capsys.readouterr().out)
     assert main([*line, "--json-schema", str(tmp_path / "missing.json")]) == 2
     assert "--json-schema" in capsys.readouterr().err
-
-
-# Images
-
-
-def data_of(*size: int) -> str:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, "teal").save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-DATA = data_of(5, 3)
-URL = f"data:image/png;base64,{DATA}"
-OPENAI = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
-SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
-ANTHROPIC = {"type": "image", "source": SOURCE}
-N_TOKENS = 5 + 2  # columns, and the tokens of "x"
-
-
-@pytest.fixture
-def processor(served: Served, monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Let the model of text accept images, with a token per column. Its answers need `script`."""
-
-    def encode_chat(messages: Any, images: Any, options: Any) -> ImagePrompt:
-        return ImagePrompt([7] * sum(image.width for image in images) + served.llm.encode("x"), ())
-
-    processor = Mock(scaled=lambda image: image, encode_chat=Mock(wraps=encode_chat))
-    monkeypatch.setattr(served.llm.requests, "images", processor)
-    return processor
-
-
-def chat_of(*parts: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": [*parts]}], "max_tokens": 3}
-
-
-def text(value: str) -> dict[str, str]:
-    return {"type": "text", "text": value}
-
-
-INPUT = [
-    {"type": "input_text", "text": "a"},
-    {"type": "input_image", "image_url": URL, "detail": "auto"},
-    {"type": "input_text", "text": "b"},
-]
-
-
-@pytest.mark.parametrize(("path", "body"), [
-    ("chat/completions", {"messages": [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": [text("a"), OPENAI, text("b")]}]}),
-    ("responses", {"input": [{"role": "user", "content": INPUT}], "instructions": "S"}),
-    ("messages", chat_of(text("a"), ANTHROPIC, text("b")) | {"system": "S"}),
-])  # fmt: skip
-def test_images_of_all_apis_reach_the_processor_alike(served, processor, monkeypatch, path, body):
-    requests = script(served.llm, monkeypatch, "seen")
-    status, answer = served.post(f"/v1/{path}", body)
-    assert status == 200 and '"seen"' in json.dumps(answer)
-    usage = answer["usage"]
-    assert usage.get("prompt_tokens", usage.get("input_tokens")) == N_TOKENS
-    if path == "messages":
-        assert served.post("/v1/messages/count_tokens", body)[1] == {"input_tokens": N_TOKENS}
-    messages, images, options = processor.encode_chat.call_args.args
-    parts = [text("a"), {"type": "image"}, text("b")]
-    turns = [(turn["role"], turn["content"]) for turn in messages]
-    assert turns == [("system", "S"), ("user", parts)]
-    assert [(image.size, image.getpixel((0, 0))) for image in images] == [((5, 3), (0, 128, 128))]
-    assert options["add_generation_prompt"] is True
-    (prompt,) = requests[0][0]
-    assert isinstance(prompt, ImagePrompt) and len(prompt) == N_TOKENS
-
-
-def test_tool_results_contain_images(served, processor, monkeypatch):
-    script(served.llm, monkeypatch, "seen")
-    result = {"type": "tool_result", "tool_use_id": "1", "content": [text("a"), ANTHROPIC]}
-    assert served.post("/v1/messages", chat_of(result))[0] == 200
-    call = {"type": "function_call_output", "call_id": "1", "output": INPUT[:2]}
-    assert served.post("/v1/responses", {"input": [call]})[0] == 200
-    for messages, images, _ in (call.args for call in processor.encode_chat.call_args_list):
-        assert messages[0]["role"] == "tool" and len(images) == 1
-        assert messages[0]["content"] == [text("a"), {"type": "image"}]
-
-
-@pytest.mark.usefixtures("processor")
-def test_wrong_images_are_refused_and_models_describe_their_input(served, monkeypatch):
-    models = served.client.models
-    assert [model.id for model in models.list()] == ["demo"]
-    card = models.retrieve("demo").model_dump()
-    assert (card["input_modalities"], card["max_body"]) == (["text", "image"], 200_000)
-    wide = f"data:image/png;base64,{data_of(served.llm.max_model_len, 1)}"
-    for part, message in (
-        ({"type": "image_url", "image_url": wide}, "maximum context length"),
-        (OPENAI, "truncate_prompt_tokens"), ({"type": "video_url"}, "[0] of type 'video_url'"),
-        ({"type": "image", "image": "/etc/passwd"}, "image 1: no URL"),
-        ({"type": "image_url", "image_url": "https://a.example/x"}, "allow_image_urls"),
-        ({"type": "image_url", "image_url": URL[:-40]}, "image 1: the image is damaged"),
-    ):  # fmt: skip
-        body = chat_of(part) | ({"truncate_prompt_tokens": 4} if part == OPENAI else {})
-        status, answer = served.post("/v1/chat/completions", body)
-        assert status == 400 and message in answer["error"]["message"]
-    monkeypatch.setattr(served.llm.requests, "images", None)
-    assert models.retrieve("demo").model_dump()["input_modalities"] == ["text"]
-
-
-def test_urls_are_read_with_permission(served, processor, monkeypatch):
-    script(served.llm, monkeypatch, "seen")
-    failure = PromptError("a.example answered with status 404")
-    fetch = Mock(side_effect=[base64.b64decode(DATA), failure])
-    monkeypatch.setattr(app, "ImageFetcher", lambda _: fetch)
-    body = chat_of({"type": "image", "source": {"type": "url", "url": "https://a.example/x"}})
-    with running(served.llm, settings=replace(SETTINGS, allow_image_urls=True)) as open_server:
-        assert open_server.post("/v1/messages", body)[0] == 200
-        assert processor.encode_chat.call_args.args[1][0].size == (5, 3)
-        status, answer = open_server.post("/v1/messages", body)
-    assert status == 400 and "image 1: a.example answered" in answer["error"]["message"]
-
-
-def test_images_delay_no_request_of_text(served, processor, monkeypatch):
-    """Requests of text and /health are answered while more images wait than threads exist."""
-    script(served.llm, monkeypatch, "seen")
-    are_waiting = threading.Semaphore(0)
-    may_go_on = threading.Event()
-
-    def slow(image: Any) -> Any:
-        are_waiting.release()
-        assert may_go_on.wait(60)
-        return image
-
-    monkeypatch.setattr(processor, "scaled", slow)
-    path = "/v1/chat/completions"
-    with ThreadPoolExecutor(9) as pool:
-        asked = [pool.submit(served.post, path, chat_of(OPENAI)) for _ in range(9)]
-        for _ in range(_IMAGE_THREADS):
-            assert are_waiting.acquire(timeout=60)
-        assert served.request("GET", "/health")[0] == 200
-        assert served.post(path, {"messages": TURNS, "max_tokens": 3})[0] == 200
-        assert not are_waiting.acquire(blocking=False)
-        may_go_on.set()
-    assert [future.result()[0] for future in asked] == [200] * 9

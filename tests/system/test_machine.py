@@ -1,5 +1,7 @@
-"""Memory limits of this process, and memory and threads near a card, by a pretended system."""
+"""Memory limits of this process, memory and threads near a simulated card, and progress bars."""
 
+import io
+import itertools
 import os
 import resource
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.layers import on_disk, some_layers
 
 from offload_rt.engine import profile
@@ -17,9 +20,10 @@ from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_threads import ThreadStreamer
 from offload_rt.offload.streamer import LayerSources
 from offload_rt.offload.tier import read_parallel
-from offload_rt.system import machine, numa
+from offload_rt.system import machine, numa, progress
 from offload_rt.system.machine import memory_free, memory_limit
 from offload_rt.system.numa import Cpus, cpus_near
+from offload_rt.system.progress import loading_bar
 from offload_rt.system.trace import DISK, Trace
 
 GIB = 2**30
@@ -150,3 +154,17 @@ def test_link_rate_is_measured_from_memory_near_the_device(seen, monkeypatch):
     monkeypatch.setattr(memory, "pin", lambda block: seen.append("pinned"))
     assert profile.upload_gbps(CARD, 1 << 20) > 0
     assert seen == [{8, 9, 10, 11}, "pinned", ALL]
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_loading_bar_stays_on_a_line(width, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=clock.__next__))
+    terminal = io.StringIO()
+    console = Console(file=terminal, width=width, force_terminal=True, color_system=None)
+    with loading_bar(console) as draw:
+        for nbytes in (0, 61_700_000_000, 123_400_000_000, 138_000_000_000):
+            draw(nbytes, 138_000_000_000)
+        drawn = terminal.getvalue()
+    assert "\n" not in drawn and "B/s" in drawn and "meas" in drawn
+    assert all(len(line) <= width for line in drawn.split("\r\x1b[2K")[1:])

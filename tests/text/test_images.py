@@ -1,16 +1,21 @@
-"""Images of conversations: formats, damaged files, limits, and parts of all APIs."""
+"""Images of conversations: formats, damaged files, limits, parts of all APIs, and URLs."""
 
+import asyncio
 import base64
 import io
+import socket
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from PIL import Image
 
 from offload_rt.errors import PromptError
 from offload_rt.text import images
+from offload_rt.text.image_urls import ImageFetcher, is_public
 from offload_rt.text.images import DEFAULT_LIMITS, ImageReader, decode_image, encode_data_url
 
 PIXELS = np.random.default_rng(1).integers(0, 256, (6, 9, 3)).astype("uint8")
@@ -41,16 +46,13 @@ def error_of(content: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-def test_formats_are_decoded_as_pillow_does():
+def test_formats_orientation_frames_and_depth():
     for kind in ("PNG", "WEBP", "GIF", "JPEG"):
         content = encoded(Image.fromarray(PIXELS), kind, lossless=True)
         expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
         image = decode_image(content)
         assert image.mode == "RGB" and np.array_equal(np.asarray(image), expected)
         assert kind in ("GIF", "JPEG") or np.array_equal(expected, PIXELS)
-
-
-def test_orientation_frames_and_depth():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned
     turned = decode_image(encoded(Image.fromarray(PIXELS), exif=exif))
@@ -63,7 +65,7 @@ def test_orientation_frames_and_depth():
     assert np.array_equal(np.asarray(flat)[..., 1], deep >> 8)
 
 
-def test_unusable_files_are_refused():
+def test_unusable_files_are_refused_and_limits_checked_before_decoding(monkeypatch):
     image = Image.fromarray(PIXELS)
     jpeg, scans = (encoded(image, "JPEG", progressive=each) for each in (False, True))
     for content, message in (
@@ -75,25 +77,18 @@ def test_unusable_files_are_refused():
     ):  # fmt: skip
         with pytest.raises(PromptError, match=message):
             decode_image(content)
-
-
-def test_limits_are_checked_before_decoding(monkeypatch):
-    def decode(_: Image.Image) -> Image.Image:
-        pytest.fail("an image above the limits was decoded")
-
-    monkeypatch.setattr(images, "_upright", decode)
-    with pytest.raises(PromptError, match="needs at most 53 pixels, has 9 x 6"):
-        decode_image(PNG, replace(DEFAULT_LIMITS, n_pixels=53))
-    with pytest.raises(PromptError, match=f"has {len(PNG)} bytes"):
-        decode_image(PNG, replace(DEFAULT_LIMITS, nbytes=len(PNG) - 1))
-    monkeypatch.setattr(images, "_MAX_WEBP_PIXELS", 53)
-    with pytest.raises(PromptError, match="at most 53 pixels"):
-        decode_image(encoded(Image.fromarray(PIXELS), "WEBP"))
     # Pillow's own check refuses a header of 4 billion pixels.
     bomb = PNG[:16] + (65535).to_bytes(4, "big") * 2 + PNG[24:29]
     bomb += images.binascii.crc32(bomb[12:]).to_bytes(4, "big") + PNG[33:]
-    with pytest.raises(PromptError, match="too large: has Image size"):
-        decode_image(bomb)
+    monkeypatch.setattr(images, "_upright", lambda _: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(images, "_MAX_WEBP_PIXELS", 53)
+    for content, limits, message in (
+        (PNG, {"n_pixels": 53}, "needs at most 53 pixels, has 9 x 6"),
+        (PNG, {"nbytes": len(PNG) - 1}, f"has {len(PNG)} bytes"),
+        (encoded(image, "WEBP"), {}, "at most 53 pixels"), (bomb, {}, "too large: has Image size"),
+    ):  # fmt: skip
+        with pytest.raises(PromptError, match=message):
+            decode_image(content, replace(DEFAULT_LIMITS, **limits))
 
 
 PARTS = [
@@ -130,9 +125,6 @@ def test_files_and_images_belong_to_python_only(tmp_path):
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
         (image,) = ImageReader(same, reads_files=True).read([message])[1]
         assert np.array_equal(np.asarray(image), PIXELS)
-    for source in (str(path), {"url": f"file://{path}"}):
-        assert "image 1: no URL" in error_of([{"type": "image_url", "image_url": source}])
-    assert "image 1: no URL" in error_of([{"type": "image", "image": str(path)}])
     for part in ({"type": "image"}, {"type": "image_url"}, {"type": "image", "image": PIXELS}):
         assert "image 1: no URL" in error_of([part], reads_files=True)
     part = {"type": "image", "image": tmp_path / "nowhere"}
@@ -143,13 +135,16 @@ def test_wrong_parts_are_named_and_numbers_limited():
     for content, message in (
         ([{"type": "text", "text": "x"}, {"type": "video_url"}], "content[1] of type 'video_url'"),
         ([{"type": "input_audio"}], "content[0] of type 'input_audio': needs text or images"),
-        ([{"type": "image_url"}], "image 1: no URL"),
-        ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "image 1: no URL"),
+        *(([part], "image 1: no URL") for part in (
+            {"type": "image_url"}, {"type": "image_url", "image_url": "/x.png"},
+            {"type": "image_url", "image_url": {"url": "file:///x.png"}},
+            {"type": "image", "image": "/x.png"},
+            {"type": "image", "source": {"type": "file", "file_id": "x"}})),
         ([PARTS[0], {"type": "image_url", "image_url": "data:,x"}], "image 2: a data URL: needs"),
         ([PARTS[0], {"type": "image_url", "image_url": url_of(PNG, "text/html")}], "has text/html"),
         ([{"type": "image_url", "image_url": URL + "*"}], "not valid base64"),
         ([{"type": "image_url", "image_url": "http://example.org/x"}], "allow_image_urls"),
-    ):
+    ):  # fmt: skip
         assert message in error_of(content)
     limits = replace(DEFAULT_LIMITS, n_images=2, total_pixels=107)
     assert "image 2: too many pixels: needs at most 107" in error_of(PARTS[:2], limits=limits)
@@ -175,3 +170,98 @@ def test_urls_are_fetched_and_files_become_data_urls(monkeypatch):
     assert encode_data_url(PNG) == URL
     with pytest.raises(PromptError, match="no readable image"):
         encode_data_url(b"x")
+
+
+# Only public addresses are reached, also by redirects.
+
+CONTENT = bytes(range(256))
+FETCH = partial(ImageFetcher(1000), timeout_s=20.0)
+V4, V6 = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"
+# Answers by the first part of a path.
+STATUS = {"to": 302, "missing": 404}
+HEADERS = {"html": {"Content-Type": "text/html"}, "zip": {"Content-Encoding": "gzip"}}
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
+    """Addresses by name, one list per query."""
+    answers = {"site.example": [[V4]], "six.example": [[V6]], "inner.example": [["127.0.0.2"]],
+               "both.example": [[V4, "10.0.0.1"]],
+               "rebind.example": [[V4], ["127.0.0.2"]]}  # fmt: skip
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host not in answers:
+            raise socket.gaierror("unknown")
+        entries = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (entry, 0)) for entry in entries]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    return answers
+
+
+@pytest.fixture
+def asked(names: Any, monkeypatch: pytest.MonkeyPatch) -> list[httpx2.Request]:
+    """Requests that reach the network."""
+    requests = []
+
+    async def answer(_: Any, request: httpx2.Request) -> httpx2.Response:
+        requests.append(request)
+        kind, _, rest = request.url.path[1:].partition("/")
+        if kind == "slow":
+            await asyncio.sleep(60)
+        if kind == "closed":
+            raise httpx2.ConnectError("refused")
+        headers = {"Content-Type": "image/png; x=y"} | HEADERS.get(kind, {})
+        headers |= {"Location": rest} if kind == "to" else {}
+        stream = httpx2.ByteStream(CONTENT * (5 if kind == "large" else 1))
+        return httpx2.Response(STATUS.get(kind, 200), headers=headers, stream=stream)
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", answer)
+    return requests
+
+
+def test_private_and_special_addresses_are_not_public():
+    assert all(map(is_public, (V4, V6, f"::ffff:{V4}")))
+    for address in (
+        "127.0.0.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254",
+        "100.64.0.1", "224.0.0.1", "239.255.255.250", "255.255.255.255", "240.0.0.1", "198.18.0.1",
+        "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1", "ff0e::1",
+        "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::",
+        "2001:0:4136:e378::1",
+    ):  # fmt: skip
+        assert not is_public(address), address
+    for host in ("2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::1]", "[::ffff:7f00:1]",
+                 "localhost"):  # fmt: skip
+        with pytest.raises(PromptError, match=r"is no public address|cannot be (read|resolved)"):
+            FETCH(f"http://{host}:1/image")
+
+
+def test_image_is_read_from_the_checked_address(asked, names):
+    for host, address in (("site.example", V4), ("six.example", V6)):
+        assert FETCH(f"https://user@{host.upper()}:8443/a?b=c") == CONTENT
+        request = asked.pop()
+        assert (request.url.host, request.url.port) == (address, 8443)
+        assert request.url.raw_path == b"/a?b=c" and request.headers["Host"] == f"{host}:8443"
+        assert request.extensions["sni_hostname"] == host  # of the certificate
+    assert FETCH("http://site.example/to//to//to//image") == CONTENT
+    # A second query would have another answer.
+    assert FETCH("http://rebind.example/image") == CONTENT
+    assert names["rebind.example"] == [["127.0.0.2"]]
+
+
+def test_other_answers_are_refused(asked):
+    for url, message in (
+        ("http://inner.example/image", "inner.example is no public address"),
+        ("http://both.example/", "both.example is no public address"),
+        ("http://nowhere.example/", "cannot be resolved"), ("http://[::1/", "cannot be read"),
+        *((f"http://site.example/{path}", message) for path, message in (
+            ("to/http://inner.example/image", "inner.example is no public address"),
+            ("to/file:///etc/passwd", "a redirect to file"),
+            ("to//to//to//to//image", "more than 3 redirects"),
+            ("html", "sent 'text/html': needs image/png"), ("zip", "compressed"),
+            ("large", "the image is too large"), ("missing", "status 404"),
+            ("closed", "cannot be read"), ("slow", "no image within 0.3 s"))),
+    ):  # fmt: skip
+        with pytest.raises(PromptError, match=message):
+            ImageFetcher(1000)(url, 0.3 if "0.3" in message else 20.0)
+    assert {request.headers["Host"] for request in asked} == {"site.example"}
