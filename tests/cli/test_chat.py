@@ -253,9 +253,8 @@ def test_wrong_file_leaves_the_conversation_unchanged(conversation, tmp_path):
         assert conversation.messages == before
 
 
-def test_files_and_images_precede_the_next_message_only_and_are_saved(
-    conversation, tmp_path, monkeypatch
-):
+def test_files_and_images_join_the_next_message_only(conversation, tmp_path, monkeypatch):
+    """Saved and loaded conversations keep both."""
     buffer = io.BytesIO()
     Image.new("RGB", (4, 3), "teal").save(buffer, "WEBP")
     (tmp_path / "a.webp").write_bytes(buffer.getvalue())

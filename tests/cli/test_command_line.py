@@ -32,8 +32,6 @@ from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.engine import device
 from offload_rt.errors import SettingsError
 
-PLAIN = ["--drafter", "none"]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,14 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft with the same tokenizer: the first layers of the model."""
-    return speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
-
-
-@pytest.fixture(scope="module")
-def drafting(model: Path, draft: Path) -> list[str]:
-    """Flags of a run with the draft and memory for two slots of the model's layers."""
+def drafting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a run with memory for two slots, and the model's first layers as a draft."""
+    draft = speaking_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=5)
     trees = {"draft_model": str(draft), "tree_size": 24, "tree_depth": 4, "max_model_len": 128}
     with open_unloaded(model, device="cpu", **trees) as llm:
         budget = llm.plan.reserved.total + 2 * llm.plan.slot_nbytes
@@ -124,11 +117,9 @@ def test_json_has_text_ids_reason_and_stats(line, drafting, spoken):
     for stop in ("e", ""):
         code, out, err = line(*flags, *(["--stop", stop] if stop else []))
         assert (code, out.count("\n"), err) == (0, 1, "")
-        *got, (_, stats) = json.loads(out).items()
         api = spoken(max_new_tokens=24, stop=stop or ())
-        assert got == [
-            (name, getattr(api, name)) for name in ("text", "token_ids", "finish_reason")
-        ]
+        *got, (_, stats) = json.loads(out).items()
+        assert got == [(key, getattr(api, key)) for key in ("text", "token_ids", "finish_reason")]
         assert list(stats) == [item.name for item in fields(Stats)]
         assert stats["n_tokens"] == len(api.token_ids) and stats["link_bytes"] > 0
     assert stats["n_passes"] < 24 and stats["tokens_per_pass"] > 1
@@ -206,14 +197,11 @@ def test_unusable_files_devices_and_budgets_are_refused(line, model, tmp_path, m
         assert (code, out) == (3, "") and err.startswith("error: --device cuda")
 
 
-@pytest.mark.parametrize(
-    ("prompts", "n", "count"),
-    [(["the"], 1, "5 tokens in"), (["the", "lazy\ndog"], 2, "20 tokens of 4 answers in")],
-)
-def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, model, monkeypatch):
-    flags = ["--model", str(model), "--device", "cpu", "--max-model-len", "64", *PLAIN]
-    flags += ["--max-num-seqs", "4", "--temperature", "1", "--seed", "0", "--n", str(n)]
-    flags += [part for prompt in prompts for part in ("--prompt", prompt)]
+@pytest.mark.parametrize(("prompts", "n"), [(["the"], 1), (["the", "lazy\ndog"], 2)])
+def test_interrupt_prints_all_answers_and_the_speed(prompts, n, line, model, monkeypatch):
+    flags = ["--model", str(model), "--device=cpu", "--max-model-len=64", "--drafter=none"]
+    flags += ["--max-num-seqs=4", "--temperature=1", "--seed=0", f"--n={n}"]
+    flags += [f"--prompt={prompt}" for prompt in prompts]
 
     def answers() -> list[dict[str, Any]]:
         parsed = json.loads(line(*flags, "--json")[1])
@@ -239,6 +227,7 @@ def test_interrupt_prints_all_answers_and_the_speed(prompts, n, count, line, mod
     several = "".join(f"{first}\n--- answer 2 of 2\n{second}\n\n" for first, second in both)
     assert (code, out) == (130, several or f"{texts[0]}\n")
     assert "[1] the\n" in err and ("[2] lazy ...\n" in err) == (n == 2)
+    count = "5 tokens in" if n == 1 else "20 tokens of 4 answers in"
     assert re.search(rf"tokens/s\n{count} [\d.]+ s, .*pass\ninterrupted\n$", err)
     assert line(*flags, "--quiet")[2] == "interrupted\n"
 

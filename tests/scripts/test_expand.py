@@ -110,9 +110,7 @@ def test_shards_keep_their_size_and_whole_layers(source, tmp_path, limit):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_expansion_is_written_once_and_a_stale_or_damaged_folder_again(
-    source, tmp_path, monkeypatch, capsys
-):
+def test_stale_or_damaged_expansion_is_written_again(source, tmp_path, monkeypatch, capsys):
     flags = flags_of(WIDER)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))

@@ -43,7 +43,7 @@ def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
     body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
     raw = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", served.port)) as client:
-        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client.sendall(head_of(len(raw)) + raw)
         yield client
 
 

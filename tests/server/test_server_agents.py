@@ -96,13 +96,12 @@ def messages(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
 
 @pytest.mark.usefixtures("reasons")
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("ask", "end"), [(chat, "tool_calls"), (responses, "completed"), (messages, "tool_use")]
-)
-def test_clients_receive_reasoning_content_and_calls(served, monkeypatch, ask, end, stream):
+@pytest.mark.parametrize("ask", [chat, responses, messages])
+def test_clients_receive_reasoning_content_and_calls(served, monkeypatch, ask, stream):
     requests = script(served.llm, monkeypatch, *PIECES)
     answer, reason, usage = ask(served, stream)
-    assert (answer, reason) == (ANSWER, end)
+    ends = {chat: "tool_calls", responses: "completed", messages: "tool_use"}
+    assert (answer, reason) == (ANSWER, ends[ask])
     names = ("prompt", "completion") if ask is chat else ("input", "output")
     counts = [getattr(usage, f"{name}_tokens") for name in names]
     assert counts == [len(requests[0][0][0]), len(PIECES)]
@@ -206,9 +205,7 @@ WANTED = {"type": "json_schema", "name": "x", "schema": SCHEMA}
      {"thinking": {"type": "disabled"}, "tool_choice": {"type": "none"},
       "output_config": {"format": WANTED}}),
 ])  # fmt: skip
-def test_conversations_of_all_apis_reach_the_template_alike(
-    served, processor, monkeypatch, path, body, more
-):
+def test_all_apis_convert_conversations_alike(served, processor, monkeypatch, path, body, more):
     monkeypatch.setattr(served.llm.tokenizer, "chat_template", "{{ response_format }}")
     monkeypatch.setattr(served.service.prompts, "tool_format", CallFormat(style=Style()))
     requests = script(served.llm, monkeypatch, "seen")
@@ -314,19 +311,17 @@ def test_fields_of_agents_apis_reach_the_model(served, monkeypatch, path, fields
     assert check(requests[0][1])
 
 
-@pytest.mark.parametrize(("ending", "status", "reason", "stop"), [
-    ({"finish_reason": "length"}, "incomplete", "max_tokens", None),
-    ({"stop_reason": "END"}, "completed", "stop_sequence", "END"),
-    ({"stop_reason": 3}, "completed", "end_turn", None),
-])  # fmt: skip
-def test_ends_of_answers_have_the_names_of_each_api(
-    served, monkeypatch, ending, status, reason, stop
-):
-    script(served.llm, monkeypatch, "x", **ending)
-    response = served.client.responses.create(model="demo", input="Q")
-    assert (response.status, response.output_text) == (status, "x")
-    message = served.anthropic.messages.create(model="demo", max_tokens=9, messages=TURNS)
-    assert (message.stop_reason, message.stop_sequence) == (reason, stop)
+def test_ends_of_answers_have_the_names_of_each_api(served, monkeypatch):
+    for ending, status, reason, stop in (
+        ({"finish_reason": "length"}, "incomplete", "max_tokens", None),
+        ({"stop_reason": "END"}, "completed", "stop_sequence", "END"),
+        ({"stop_reason": 3}, "completed", "end_turn", None),
+    ):
+        script(served.llm, monkeypatch, "x", **ending)
+        response = served.client.responses.create(model="demo", input="Q")
+        assert (response.status, response.output_text) == (status, "x")
+        message = served.anthropic.messages.create(model="demo", max_tokens=9, messages=TURNS)
+        assert (message.stop_reason, message.stop_sequence) == (reason, stop)
 
 
 @pytest.mark.usefixtures("reasons")

@@ -25,13 +25,14 @@ from offload_rt.server.connection import ConnectionLimits
 from offload_rt.server.limits import Access, Limits
 
 
-def connect(served: Any, rcvbuf: int = 0) -> socket.socket:
+def connect(port: int, content: bytes = b"", rcvbuf: int = 0) -> socket.socket:
     """Open a connection, with a small receive buffer for clients that do not read."""
     client = socket.socket()
     client.settimeout(20)
     if rcvbuf:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf)
-    client.connect(("127.0.0.1", served.port))
+    client.connect(("127.0.0.1", port))
+    client.sendall(content)
     return client
 
 
@@ -162,10 +163,10 @@ def test_client_that_does_not_read_loses_its_place(llm, monkeypatch, write_s, ti
     raw = json.dumps(body).encode()
     connections = replace(CONNECTIONS, write_s=write_s)
     serving = running(llm, connections, 4096, settings=replace(SETTINGS, timeout=timeout))
-    with ExitStack() as stack, serving as server, closing(connect(server, 4096)) as client:
+    with ExitStack() as stack, serving as server:
         stack.callback(gc.enable)
         gc.disable()
-        client.sendall(head_of("/v1/completions", len(raw)) + raw)
+        client = stack.enter_context(closing(connect(server.port, head_of(len(raw)) + raw, 4096)))
         assert client.recv(12) == b"HTTP/1.1 200"
         wait_until(lambda: server.service.n_open == 0)
         if write_s < timeout:
@@ -193,7 +194,7 @@ def test_slow_reader_keeps_its_connection():
 ])  # fmt: skip
 def test_half_sent_heads_time_out(llm, is_later, sent):
     patience = replace(CONNECTIONS, header_s=0.2)
-    with running(llm, patience) as server, closing(connect(server)) as client:
+    with running(llm, patience) as server, closing(connect(server.port)) as client:
         if is_later:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert client.recv(65536)
@@ -204,11 +205,15 @@ def test_half_sent_heads_time_out(llm, is_later, sent):
 
 def test_incomplete_requests_do_not_delay_the_end(llm):
     """A half-sent body is refused at once, while a running answer is finished."""
-    with running(llm) as server, closing(connect(server)) as client, ThreadPoolExecutor(1) as pool:
+    with (
+        running(llm) as server,
+        closing(connect(server.port)) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         with engine_held(llm):
             asked = pool.submit(server.post, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
             wait_until(lambda: server.service.n_open)
-            client.sendall(head_of("/v1/completions", 100) + b"{")
+            client.sendall(head_of(100) + b"{")
             state = server.http_server.server_state
             wait_until(lambda: len(state.tasks) == 2)
             wait_until(lambda: not any(each._header_timer for each in state.connections))
@@ -221,8 +226,8 @@ def test_incomplete_requests_do_not_delay_the_end(llm):
 def test_surplus_connections_are_refused(llm):
     patience = replace(CONNECTIONS, n_connections=3, header_s=600)
     with running(llm, patience) as server, ExitStack() as stack:
-        idle, *_ = [stack.enter_context(closing(connect(server))) for _ in range(3)]
-        with closing(connect(server)) as surplus:
+        idle, *_ = [stack.enter_context(closing(connect(server.port))) for _ in range(3)]
+        with closing(connect(server.port)) as surplus:
             assert read_all(surplus).startswith(b"HTTP/1.1 503")
         idle.close()
         wait_until(lambda: len(server.http_server.server_state.connections) == 2)
@@ -247,25 +252,21 @@ def test_flood_of_connections_and_shutdown(tmp_path):
     script.write_text(_FEW_FILES)
     with serving(str(script), tmp_path, "--drain", "1") as (program, port):
 
-        def sent(content: bytes) -> socket.socket:
-            client = socket.create_connection(("127.0.0.1", port), timeout=20)
-            client.sendall(content.replace(b"Host: x", b"Host: localhost"))
-            return client
-
         def is_healthy() -> bool:
-            with suppress(OSError), sent(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") as client:
+            asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            with suppress(OSError), connect(port, asked) as client:
                 return client.recv(12) == b"HTTP/1.1 200"
             return False
 
         half = b"GET /health HTTP/1.1\r\nX: "
-        for client in [sent(half) for _ in range(600)]:
+        for client in [connect(port, half) for _ in range(600)]:
             client.close()
         wait_until(is_healthy)
         # Half a head, half a body, and an answer that outlasts the drain.
         body = {"prompt": PROMPT, "max_tokens": 10**6, "ignore_eos": True, "temperature": 1, "n": 9}
         raw = json.dumps(body).encode()
-        heads = (head_of("/v1/completions", n) for n in (1000, len(raw)))
-        clients = [sent(content) for content in [half, *map(bytes.__add__, heads, (b"{", raw))]]
+        contents = (half, head_of(1000) + b"{", head_of(len(raw)) + raw)
+        clients = [connect(port, content) for content in contents]
         wait_until(is_healthy)
         program.signal(signal.SIGTERM)
         _, refused, ended = [read_all(client) for client in clients]

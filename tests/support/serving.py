@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,10 @@ class Served:
         self, method: str, path: str, raw: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, Any, bytes]:
         """Send a request. Returns status, headers and body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, raw, headers or {})
-        response = connection.getresponse()
-        body = response.read()
-        connection.close()
-        return response.status, response.headers, body
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request(method, path, raw, headers or {})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
 
     def asked(
         self, path: str, body: Any, headers: dict[str, str] | None = None
@@ -189,9 +187,10 @@ def script(llm: LLM, monkeypatch: pytest.MonkeyPatch, *texts: str, **ending: Any
     return requests
 
 
-def head_of(path: str, n_body: int) -> bytes:
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {n_body}\r\n\r\n"
-    return f"POST {path} HTTP/1.1\r\n{fields}".encode()
+def head_of(n_body: int) -> bytes:
+    """Head of a request for a completion."""
+    kind = f"Content-Type: application/json\r\nContent-Length: {n_body}"
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n".encode()
 
 
 def alone(llm: LLM, prompt: str | list[int], **params: Any) -> str:

@@ -1,7 +1,6 @@
 """Tokenizers of GGUF files, with small vocabularies that show one property each."""
 
 # ruff: noqa: RUF001
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from offload_rt.text.gguf_tokenizer import known_splits
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ALPHABET = sorted(bytes_to_unicode().values())
-NAMES = [*GGUF_PRE_TOKENIZER_SPLITS, *known_splits()]
 DIGITS = ["3 3", "33 3", "33 33", "33 333", "333 333"]
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 # Pre-tokenizers of the original tokenizer.json.
@@ -34,8 +32,8 @@ ORIGINALS = {
 def load(path: Path, tokens: dict[str, int], **fields: Any) -> PreTrainedTokenizerBase:
     """Write a file with these tokens and their types, and load its tokenizer."""
     fields |= {"tokens": list(tokens), "token_type": list(tokens.values())}
-    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    metadata["general.architecture"] = "llama"
+    metadata: dict[str, Any] = {"general.architecture": "llama"}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     path.write_bytes(write_gguf.file_bytes(metadata, {}))
     return load_tokenizer(path)
 
@@ -48,11 +46,10 @@ def byte_level(path, merges, more=None, **fields):
 
 def sentencepiece(path: Path, pieces: list[str], **fields: Any) -> PreTrainedTokenizerBase:
     """Earlier pieces have higher scores."""
-    specials = {"<unk>": UNKNOWN, "<s>": CONTROL} | {f"<0x{i:02X}>": BYTE for i in range(256)}
-    tokens = specials | dict.fromkeys(pieces, NORMAL)
-    scores = [-float(i) for i in range(len(tokens))]
-    special_ids = {"bos_token_id": 1, "unknown_token_id": 0}
-    return load(path, tokens, model="llama", scores=scores, **special_ids, **fields)
+    tokens = {"<unk>": UNKNOWN, "<s>": CONTROL} | {f"<0x{i:02X}>": BYTE for i in range(256)}
+    tokens |= dict.fromkeys(pieces, NORMAL)
+    fields |= {"scores": [-float(i) for i in range(len(tokens))], "bos_token_id": 1}
+    return load(path, tokens, model="llama", unknown_token_id=0, **fields)
 
 
 def split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
@@ -66,8 +63,7 @@ def test_pre_names_the_splits_of_the_original(pre, tmp_path):
     """Digits alone, in groups of three or in any number; `½` is a digit of some."""
     merges = [*DIGITS, "Ġ Â", "Â ½", ". .", "Ġ .."]
     tokenizer = byte_level(tmp_path / "m.gguf", merges, pre=pre)
-    pairs = [(left, right) for left, right in map(str.split, merges)]
-    original = Tokenizer(models.BPE(tokenizer.get_vocab(), pairs))
+    original = Tokenizer(models.BPE(tokenizer.get_vocab(), [*map(tuple, map(str.split, merges))]))
     original.pre_tokenizer = pre_tokenizers.Sequence(ORIGINALS[pre])
     for text in ["ied 4 ½ months", *("3" * n for n in range(1, 10)), "a 333.33, 3..", " .. \n 3"]:
         assert split(tokenizer, text) == original.encode(text).tokens
@@ -86,11 +82,10 @@ def test_digits_are_grouped_and_whole_words_ignore_merges(tmp_path):
         assert split(byte_level(path, ["b c", "a b", "ab c"], pre=pre), "abc") == tokens
 
 
-@pytest.mark.parametrize("pre", NAMES)
+@pytest.mark.parametrize("pre", [*GGUF_PRE_TOKENIZER_SPLITS, *known_splits()])
+@pytest.mark.filterwarnings("error")
 def test_every_known_pre_keeps_the_text(pre, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tokenizer = byte_level(tmp_path / "m.gguf", [], pre=pre)
+    tokenizer = byte_level(tmp_path / "m.gguf", [], pre=pre)
     text = "Don't  say 12345 ½ to K., 我想在 ひら 한국 é́\r\n\n\t<|x|> _a{b}\n   "
     assert "".join(split(tokenizer, text)).count("Ġ") == text.count(" ")
 
