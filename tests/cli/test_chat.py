@@ -318,23 +318,18 @@ def test_parameters_are_set_and_shown(conversation):
 
 
 def screen(output: str) -> list[str]:
-    """Lines of a terminal behind this output."""
+    """Lines of a terminal behind this output, which erases from the last line upwards."""
     lines = [""]
-    row, column = 0, 0
     for code, text in re.findall(r"\x1b\[([?\d;]*[A-Za-z])|([\r\n]|[^\r\n\x1b]+)", output):
-        if code == "2K":
-            lines[row] = ""
-        elif code == "1A":
-            row -= 1
-        elif text == "\r":
-            column = 0
+        if code == "1A":
+            lines.pop()
+        elif code == "2K":
+            lines[-1] = ""
         elif text == "\n":
-            row, column = row + 1, 0
-            lines += [""] * (row == len(lines))
-        elif text:
-            lines[row] = lines[row][:column].ljust(column) + text
-            column += len(text)
-    return [line.strip() for line in lines]
+            lines.append("")
+        elif text != "\r":
+            lines[-1] += text
+    return [line.strip() for line in lines if line.strip()]
 
 
 PARTS = [TextPart("I", True), TextPart(" think\nhard", True), TextPart("The **answer**", False)]
@@ -348,7 +343,7 @@ def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
             view.add(part)
         view.close()
     assert capsys.readouterr().out == "I think\nhard\n\nThe **answer**\n"
-    assert [line for line in screen(output.getvalue()) if line] == ["I think", "hard", "The answer"]
+    assert screen(output.getvalue()) == ["I think", "hard", "The answer"]
 
 
 def test_blocks_end_at_blank_lines_and_fences():

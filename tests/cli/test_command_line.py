@@ -16,10 +16,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
-from support.checkpoints import (
-    BYTES,
-    speaking_checkpoint,
-)
+from support.checkpoints import BYTES, speaking_checkpoint
 from support.command_line import PROMPT, SMALL, one_sentence, surroundings
 from support.tiny import open_unloaded
 

@@ -13,18 +13,8 @@ from offload_rt.cli.format import format_speed
 from offload_rt.cli.format import report as run_report
 from offload_rt.errors import TraceError
 from offload_rt.executor.stats import PassTimes
-from offload_rt.system.trace import (
-    COMPUTE,
-    DRAFT,
-    FORMAT,
-    LINK,
-    SLOTS_FULL,
-    VERIFY,
-    WAIT,
-    Trace,
-    slot_lane,
-    waits,
-)
+from offload_rt.system import trace
+from offload_rt.system.trace import COMPUTE, DRAFT, LINK, SLOTS_FULL, VERIFY, WAIT, slot_lane, waits
 
 # A step of ten seconds: one of drafting with the link still, then the link works for seven, two of
 # them without compute.
@@ -38,16 +28,16 @@ STEP = (
 
 
 def written(path: Path, spans: tuple = STEP) -> Path:
-    trace = Trace()
+    timeline = trace.Trace()
     for span in spans:
-        trace.add(*span)
-    trace.write(path)
+        timeline.add(*span)
+    timeline.write(path)
     return path
 
 
 def test_shares_of_a_handmade_timeline(tmp_path, capsys):
     path = tmp_path / "t.json"
-    disabled = Trace(on=False)
+    disabled = trace.Trace(on=False)
     with disabled.span(COMPUTE, "layer 0"):
         disabled.state(waits(LINK), SLOTS_FULL)
     disabled.write(path)
@@ -80,13 +70,13 @@ def test_shares_of_a_handmade_timeline(tmp_path, capsys):
 def event(**changes: object) -> str:
     span = {"ph": "X", "name": "n", "pid": 0, "tid": 0, "ts": 0, "dur": 1} | changes
     titles = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": COMPUTE}}
-    return json.dumps({"traceEvents": [titles, span], "otherData": {"format": FORMAT}})
+    return json.dumps({"traceEvents": [titles, span], "otherData": {"format": trace.FORMAT}})
 
 
 @pytest.mark.parametrize("content", [
     "", "{", "[]", "7", "null", '"text"', "\x00\x01", '{"traceEvents": []}',
     '{"traceEvents": [], "otherData": {"format": "another"}}',
-    json.dumps({"traceEvents": 7, "otherData": {"format": FORMAT}}),
+    json.dumps({"traceEvents": 7, "otherData": {"format": trace.FORMAT}}),
     event(ts="x"), event(ts=None), event(tid=5), "\xff",
 ])  # fmt: skip
 def test_invalid_timeline_is_exit_code_2(content, tmp_path, line):

@@ -60,16 +60,10 @@ def count(driver: Chrome, selector: str) -> int:
     return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
 
-def emulate_phone(driver: Chrome) -> None:
-    small = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", small)
-
-
 def wait(driver: Chrome, holds: Any) -> Any:
     # The page may replace an element between its search and its use.
-    return WebDriverWait(driver, 60, 0.02, (StaleElementReferenceException,)).until(
-        lambda _: holds()
-    )
+    patience = WebDriverWait(driver, 60, 0.02, (StaleElementReferenceException,))
+    return patience.until(lambda _: holds())
 
 
 def say(driver: Chrome, text: str) -> None:
@@ -168,8 +162,7 @@ def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
 CONTRAST = """
 const luminance = (colour) => {
   const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const channels = colour.match(/[\\d.]+/g).slice(0, 3);
-  const [r, g, b] = channels.map((x) => linear(x / 255));
+  const [r, g, b] = colour.match(/[\\d.]+/g).map((x) => linear(x / 255));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const ground = (node) => {
@@ -277,6 +270,7 @@ const options = { bubbles: true, clipboardData: data, dataTransfer: data };
 const made = event === "paste" ? new ClipboardEvent(event, options) : new DragEvent(event, options);
 document.getElementById("prompt").dispatchEvent(made);
 """
+PHONE = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
 SCROLLED = "return document.documentElement.scrollWidth"
 # Natural width of each loaded image of the conversation.
 WIDTHS = "return [...document.querySelectorAll('article img')].map((image) => image.naturalWidth)"
@@ -328,7 +322,7 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     page.find_element(By.ID, "import-file").send_keys(str(exported))
     wait(page, are_shown)
     assert regenerate(page) == [expected("What? Why?")]
-    emulate_phone(page)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     page.execute_script(PUT, "paste", [*path.read_bytes()])
     wait_for_images(1)
     assert page.execute_script(SCROLLED) <= 390
@@ -374,7 +368,7 @@ def test_marks_of_passes_colour_words_and_never_change_the_text(page):
 
 
 def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
-    emulate_phone(page)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     page.refresh()
     start(page, 24, "def read_lines(path, encoding='utf-8'):")
     assert "tokens/s" in text_of(page, "rate")

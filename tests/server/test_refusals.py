@@ -84,13 +84,12 @@ CHATS = [
 ]  # fmt: skip
 RESPONSES = [
     ({"previous_response_id": "x"}, "previous_response_id"), ({"background": True}, "background"),
-    ({"tools": [{"type": "web_search"}]}, "web_search"),
+    ({"tools": [{"type": "web_search"}]}, "web_search"), ({"seed": 2**70}, "seed"),
+    ({"metadata": {"key": "x" * 513}}, "metadata"), ({"text": {"format": {"type": "xml"}}}, "xml"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image"),
-    ({"seed": 2**70}, "seed"), ({"metadata": {"key": "x" * 513}}, "metadata"),
-    ({"text": {"format": {"type": "xml"}}}, "xml"), ({"input": []}, "messages"),
+    ({"input": []}, "messages"), ({"input": [{}] * 4097}, "input: List should have at most 4096"),
     ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
-    ({"input": [{}] * 4097}, "input: List should have at most 4096"),
 ]  # fmt: skip
 MESSAGES = [
     ({"tools": [{"type": "bash_20250124"}]}, "bash"), ({"tool_choice": {"type": "some"}}, "some"),

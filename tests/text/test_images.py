@@ -35,13 +35,9 @@ PNG = encoded(Image.fromarray(PIXELS))
 URL = url_of(PNG)
 
 
-def same(image: Image.Image) -> Image.Image:
-    return image
-
-
 def error_of(content: Any, **options: Any) -> str:
     with pytest.raises(PromptError) as raised:
-        ImageReader(same, **options).read([{"role": "user", "content": content}])
+        ImageReader(Image.Image.copy, **options).read([{"role": "user", "content": content}])
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -112,7 +108,7 @@ def test_parts_of_all_apis_are_extracted_in_order():
         ]
 
     other = {"type": "image_url", "image_url": {"url": url}}
-    marked, extracted = ImageReader(same).read(messages(*PARTS, other))
+    marked, extracted = ImageReader(Image.Image.copy).read(messages(*PARTS, other))
     assert marked == messages(*[mark] * 5)
     assert [image.size for image in extracted] == [(9, 6)] * 4 + [(3, 2)]
     assert all(np.array_equal(np.asarray(image), PIXELS) for image in extracted[:4])
@@ -123,7 +119,7 @@ def test_files_and_images_belong_to_python_only(tmp_path):
     path.write_bytes(PNG)
     for source in (path, str(path), Image.fromarray(PIXELS)):
         message = {"role": "user", "content": [{"type": "image", "image": source}]}
-        (image,) = ImageReader(same, reads_files=True).read([message])[1]
+        (image,) = ImageReader(Image.Image.copy, reads_files=True).read([message])[1]
         assert np.array_equal(np.asarray(image), PIXELS)
     for part in ({"type": "image"}, {"type": "image_url"}, {"type": "image", "image": PIXELS}):
         assert "image 1: no URL" in error_of([part], reads_files=True)
@@ -163,7 +159,8 @@ def test_urls_are_fetched_and_files_become_data_urls(monkeypatch):
         return PNG
 
     part = {"type": "image_url", "image_url": {"url": "HTTPS://a.example/x"}}
-    fetched = ImageReader(same, fetch).read([{"role": "user", "content": [part, part]}])[1]
+    messages = [{"role": "user", "content": [part, part]}]
+    fetched = ImageReader(Image.Image.copy, fetch).read(messages)[1]
     assert [image.size for image in fetched] == [(9, 6)] * 2
     # 20 seconds in total
     assert asked == [("HTTPS://a.example/x", 20), ("HTTPS://a.example/x", 17)]
