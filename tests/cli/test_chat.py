@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import os
 import pty
 import re
@@ -20,6 +19,7 @@ from PIL import Image
 from rich.console import Console
 from support.checkpoints import speaking_checkpoint
 from support.command_line import Line
+from support.heads import edit_config
 from support.programs import started, wait_until
 from transformers import AutoTokenizer
 from write_vision import write_vision
@@ -45,8 +45,7 @@ ANSWERING = "\x1b[2K"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a chat template, which never ends an answer."""
     path = speaking_checkpoint(tmp_path_factory.mktemp("chatting"))
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    edit_config(path, "tokenizer_config.json", chat_template=TEMPLATE)
     return path
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from itertools import count as count_from
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,8 @@ def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
           made.append(render(text, pieces.map((part) => ({ text: part, tokens: 1, seconds: 1 }))));
           const html = made.innerHTML;
           made.querySelectorAll("button.copy").forEach((button) => button.remove());
-          const passes = [...made.querySelectorAll(".pass")]
-            .map((span) => [span.title.split(":")[0], span.textContent]);
+          const spans = [...made.querySelectorAll(".pass")];
+          const passes = spans.map((span) => [span.title.split(":")[0], span.textContent]);
           done({ html, text: made.textContent, passes });
         });
         """
@@ -329,16 +330,13 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
 
 
 MARKDOWN = """# Title
-
 A *quick* `inline code` [link](http://example.com/a?b=c d) & <b>bold</b> <script>alert(1)</script>
-
 - item one
 - item **two**
 
 | a | b |
 |---|---|
 | x | y |
-
 ```python
 def add(first, second):
     return first + second  # sum
@@ -351,6 +349,7 @@ def add(first, second):
 def test_marks_of_passes_colour_words_and_never_change_the_text(page):
     plain = render(page, MARKDOWN, [])
     assert "<script" not in plain["html"] and "hljs-keyword" in plain["html"]
+    assert all(f"<{tag}" in plain["html"] for tag in ("h1", "em", "li", "table", "pre"))
     assert plain["passes"] == []
     for size in (1, 2, 3, 5, 11):
         pieces = [MARKDOWN[i : i + size] for i in range(0, len(MARKDOWN), size)]
@@ -384,12 +383,10 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
 def test_answer_is_stopped(page, served, monkeypatch):
     """The engine waits in its fourth pass, so that the answer is not complete."""
     is_stopped = threading.Event()
-    passes = []
-    step = served.llm.engine.step
+    step, numbers = served.llm.engine.step, count_from(1)
 
     def step_held():
-        passes.append(None)
-        if len(passes) == 4:
+        if next(numbers) == 4:
             is_stopped.wait(30)
         return step()
 

@@ -47,18 +47,15 @@ def chat(served: Served, stream: bool) -> tuple[Any, str | None, Any]:
     fields: Any = {"model": "demo", "messages": TURNS, "tools": [CHAT_TOOL]}
     if not stream:
         answer = asking.create(**fields)
-        parts: Any = [answer.choices[0].message]
     else:
         with asking.stream(**fields, stream_options={"include_usage": True}) as events:
-            chunks = [entry.chunk for entry in events if entry.type == "chunk"]
             answer = events.get_final_completion()
-        parts = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     (choice,) = answer.choices
-    reasoning = "".join(getattr(part, "reasoning_content", "") for part in parts)
-    content = "".join(part.content or "" for part in parts)
-    functions = [call.function for call in choice.message.tool_calls]
+    message = choice.message
+    functions = [call.function for call in message.tool_calls]
     named = [(each.name, json.loads(each.arguments)) for each in functions]
-    return (reasoning, content, named), choice.finish_reason, answer.usage
+    parts = (message.reasoning_content, message.content, named)
+    return parts, choice.finish_reason, answer.usage
 
 
 def responses(served: Served, stream: bool) -> tuple[Any, str | None, Any]:

@@ -27,9 +27,7 @@ from offload_rt.system.progress import loading_bar
 from offload_rt.system.trace import DISK, Trace
 
 GIB = 2**30
-TOTAL = 64 * GIB
-AVAILABLE = 40 * GIB
-RSS = 2 * GIB
+TOTAL, AVAILABLE, RSS = 64 * GIB, 40 * GIB, 2 * GIB
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
