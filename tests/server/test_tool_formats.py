@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from offload_rt import StructuredOutputs
 from offload_rt.errors import SettingsError
 from offload_rt.executor.grammar import GrammarCompiler
+from offload_rt.server.call_format import Parsed
 from offload_rt.server.call_grammar import call_grammar
 from offload_rt.server.call_parser import CallParser, parser_of
 from offload_rt.server.chat_format import ChatFormat
@@ -127,12 +128,10 @@ def parsed(chat_format: ChatFormat, text: str, tail: str = "") -> tuple[str, str
         schemas = {str(entry["name"]): entry["parameters"] for entry in FUNCTIONS}
         parser = chat_format.parser(schemas, tail)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        parts = [*map(parser.feed, pieces), parser.feed("", True)]
-        calls = [call["function"] for part in parts for call in part.calls]
+        whole = Parsed.join([*map(parser.feed, pieces), parser.feed("", True)])
+        calls = [call["function"] for call in whole.calls]
         assert all(call["arguments"].encode() for call in calls)  # responses are UTF-8
-        reasoning = "".join(part.reasoning for part in parts)
-        content = "".join(part.text for part in parts)
-        results.add((reasoning, content, json.dumps(calls)))
+        results.add((whole.reasoning, whole.text, json.dumps(calls)))
     ((reasoning, content, calls),) = results
     named = [(call["name"], json.loads(call["arguments"])) for call in json.loads(calls)]
     return reasoning, content, named
@@ -223,12 +222,11 @@ def test_random_calls_survive_random_splits(name, data):
     pieces = [text[i:j] for i, j in pairwise([0, *cuts, len(text)])]
     for n, given_pieces in ((len(calls), pieces), (None, pieces[:-1])):
         parser = parser_of(form, schemas)
-        parts = [*map(parser.feed, given_pieces), parser.feed("", True)]
-        found = [call["function"] for part in parts for call in part.calls]
+        whole = Parsed.join([*map(parser.feed, given_pieces), parser.feed("", True)])
+        found = [call["function"] for call in whole.calls]
         result = [(call["name"], json.loads(call["arguments"])) for call in found]
         assert result == calls[: len(result)]
-        assert n in (None, len(result))
-        assert n is None or not "".join(part.text for part in parts)
+        assert n is None or (n, "") == (len(result), whole.text)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), [
