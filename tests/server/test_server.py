@@ -6,7 +6,6 @@ import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -34,16 +33,6 @@ def nothing_is_left(served: Served) -> Iterator[None]:
         engine.reset_prefix_cache()
         assert not engine.runner._caches and not (engine.draft and engine.draft._caches)
     assert served.request("GET", "/health")[0] == 200
-
-
-@contextmanager
-def sent(served: Served, **body: Any) -> Iterator[socket.socket]:
-    """Send a request without reading its response; disconnect at the end."""
-    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, "temperature": 0, **body}
-    raw = json.dumps(body).encode()
-    with socket.create_connection(("127.0.0.1", served.port)) as client:
-        client.sendall(head_of(len(raw)) + raw)
-        yield client
 
 
 def test_max_tokens_0_reads_the_prompt_only(served):
@@ -234,9 +223,12 @@ def test_clients_with_grammars_and_tools_get_the_answers_of_lone_requests(served
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_waiting_clients_that_disconnect_free_their_place(served, stream):
+    prompts = ["x"] * SETTINGS.max_waiting
+    raw = json.dumps({"prompt": prompts, "max_tokens": 40, "stream": stream}).encode()
     with engine_held(served.llm):
         for _ in range(2):
-            with sent(served, stream=stream, prompt=["x"] * SETTINGS.max_waiting):
+            with socket.create_connection(("127.0.0.1", served.port)) as client:
+                client.sendall(head_of(len(raw)) + raw)
                 wait_until(lambda: served.service.n_open == SETTINGS.max_waiting)
                 status, headers, text = served.asked("/v1/completions", {"prompt": "x"})
                 assert (status, json.loads(text)["error"]["type"]) == (429, "rate_limit_error")

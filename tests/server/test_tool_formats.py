@@ -231,16 +231,13 @@ def test_random_calls_survive_random_splits(name, data):
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), [
     *(("HERMES", *case) for case in (
-        (f"Well. {call('{}')}", "Well. ", [{}]),
-        (f"{call('{}')} and so on", "and so on", [{}]),
-        (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]),
+        (f"Well. {call('{}')}", "Well. ", [{}]), (f"{call('{}')} and so on", "and so on", [{}]),
+        (f"{call('{}')}\n{call('{}')}\n", "", [{}, {}]), (call("null"), "", [{}]),
         (call('{"a": "</tool_call>"}'), "", [{"a": "</tool_call>"}]),
         (call('{"a": "<tool_call>"}') + " x", "x", [{"a": "<tool_call>"}]),
-        (call('"{\\"a\\": 1}"'), "", [{"a": 1}]),
+        (call('"{\\"a\\": 1}"'), "", [{"a": 1}]), (call('{"a": 1}', close=""), "", [{"a": 1}]),
         (call('{"a": "two\nlines"}'), "", [{"a": "two\nlines"}]),
         (call('{"a": "\\ud800é"}'), "", [{"a": "\ud800é"}]),
-        (call("null"), "", [{}]),
-        (call('{"a": 1}', close=""), "", [{"a": 1}]),
         (call('{"a": 1}', close="</tool_"), "", [{"a": 1}]),
         (call("{}") + "<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", [{}]))),
     *(("HERMES", text, None, []) for text in (
@@ -250,8 +247,7 @@ def test_random_calls_survive_random_splits(name, data):
     ("llama", '{"name": "other", "parameters": {}} {"name": "add"}', None, []),
     ("llama", '\n{"name": "add", "parameters": {}} ', "", [{}]),
     ("llama", '{"name": "add", "parameters": {}} and more', "and more", [{}]),
-    ("llama", '{"name": "ad', None, []),
-    ("llama", " \n", None, []),
+    ("llama", '{"name": "ad', None, []), ("llama", " \n", None, []),
     ("mistral_list", 'So: [TOOL_CALLS] [{"name": "add", "arguments": {"a": "]"}}]', "So: ",
      [{"a": "]"}]),
     ("mistral_ids", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": [1, {"b": "\\"}"}]}', "",
@@ -260,8 +256,7 @@ def test_random_calls_survive_random_splits(name, data):
      ', {"name": "other"}]', [{}]),
     ("python", "<|tool_call_start|>[other()]<|tool_call_end|>", None, []),
     ("recipient", "all\n>>>add\n{}", "all\n", [{}]),
-    ("mistral", "[TOOL_CALLS]add", None, []),
-    ("mistral", "[TOOL", None, []),
+    ("mistral", "[TOOL_CALLS]add", None, []), ("mistral", "[TOOL", None, []),
     ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", None, []),
     ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>\n</tool_call>\n</parameter>\n"
      "</function>\n</tool_call>", "", [{"a": "</tool_call>"}]),
@@ -270,8 +265,7 @@ def test_random_calls_survive_random_splits(name, data):
      "<arg_value></tool_call></arg_value></tool_call>", "", [{"a": "</tool_call>"}]),
     ("glm45", "<tool_call>add<arg_key>a</arg_key></arg_value></tool_call>", None, []),
     ("glm45", "<tool_call>other</tool_call>", None, []),
-    ("harmony", "plain text", None, []),
-    ("harmony", "<|chan", "", []),
+    ("harmony", "plain text", None, []), ("harmony", "<|chan", "", []),
     ("harmony", "<|channel|>final<|message|>a <|en", "a <|en", []),
     ("harmony", "<|channel|>commentary<|message|>So<|end|><|start|>assistant to=functions.add"
      "<|channel|>commentary json<|message|>{}", "So", [{}]),
