@@ -331,15 +331,12 @@ def screen(output: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-PARTS = [TextPart("I", True), TextPart(" think\nhard", True), TextPart("The **answer**", False)]
-
-
 def test_reasoning_and_answer_stay_on_a_narrow_screen(capsys):
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=40, height=20)
     for view in (MarkdownView(console), PlainView()):
-        for part in PARTS:
-            view.add(part)
+        for text, is_reasoning in (("I", True), (" think\nhard", True), ("The **answer**", False)):
+            view.add(TextPart(text, is_reasoning))
         view.close()
     assert capsys.readouterr().out == "I think\nhard\n\nThe **answer**\n"
     assert screen(output.getvalue()) == ["I think", "hard", "The answer"]

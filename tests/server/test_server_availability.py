@@ -218,7 +218,7 @@ def test_incomplete_requests_do_not_delay_the_end(llm):
         assert asked.result()[0] == 200
 
 
-def test_surplus_connections_are_refused(llm):
+def test_surplus_connections_are_refused(llm, monkeypatch):
     patience = replace(CONNECTIONS, n_connections=3, header_s=600)
     with running(llm, patience) as server, ExitStack() as stack:
         idle, *_ = [stack.enter_context(closing(connect(server.port))) for _ in range(3)]
@@ -227,24 +227,19 @@ def test_surplus_connections_are_refused(llm):
         idle.close()
         wait_until(lambda: len(server.http_server.server_state.connections) == 2)
         assert server.request("GET", "/health")[0] == 200
-
-
-def test_connection_limit_leaves_files_for_the_engine(monkeypatch):
+    # The limit leaves files for the engine.
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert 300 < ConnectionLimits.from_ulimit().n_connections < 1024 - connection._RESERVED_FILES
-
-
-_FEW_FILES = """
-import resource, runpy
-resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))
-runpy.run_module("offload_rt.serve", run_name="__main__")
-"""
 
 
 def test_flood_of_connections_and_shutdown(tmp_path):
     """Of a program with few files."""
     script = tmp_path / "script.py"
-    script.write_text(_FEW_FILES)
+    script.write_text(
+        "import resource, runpy\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))\n"
+        "runpy.run_module('offload_rt.serve', run_name='__main__')\n"
+    )
     with serving(str(script), tmp_path, "--drain", "1") as (program, port):
 
         def is_healthy() -> bool:

@@ -180,26 +180,18 @@ HEADERS = {"html": {"Content-Type": "text/html"}, "zip": {"Content-Encoding": "g
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """Addresses by name, one list per query."""
-    answers = {"site.example": [[V4]], "six.example": [[V6]], "inner.example": [["127.0.0.2"]],
-               "both.example": [[V4, "10.0.0.1"]],
-               "rebind.example": [[V4], ["127.0.0.2"]]}  # fmt: skip
+def network(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx2.Request], dict[str, Any]]:
+    """Requests that reach the network, and addresses by name, one list per query."""
+    requests = []
+    names = {"site.example": [[V4]], "six.example": [[V6]], "inner.example": [["127.0.0.2"]],
+             "both.example": [[V4, "10.0.0.1"]],
+             "rebind.example": [[V4], ["127.0.0.2"]]}  # fmt: skip
 
     def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
-        if host not in answers:
+        if host not in names:
             raise socket.gaierror("unknown")
-        entries = answers[host].pop(0) if len(answers[host]) > 1 else answers[host][0]
+        entries = names[host].pop(0) if len(names[host]) > 1 else names[host][0]
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (entry, 0)) for entry in entries]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    return answers
-
-
-@pytest.fixture
-def asked(names: Any, monkeypatch: pytest.MonkeyPatch) -> list[httpx2.Request]:
-    """Requests that reach the network."""
-    requests = []
 
     async def answer(_: Any, request: httpx2.Request) -> httpx2.Response:
         requests.append(request)
@@ -213,8 +205,9 @@ def asked(names: Any, monkeypatch: pytest.MonkeyPatch) -> list[httpx2.Request]:
         stream = httpx2.ByteStream(CONTENT * (5 if kind == "large" else 1))
         return httpx2.Response(STATUS.get(kind, 200), headers=headers, stream=stream)
 
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", answer)
-    return requests
+    return requests, names
 
 
 def test_private_and_special_addresses_are_not_public():
@@ -233,7 +226,8 @@ def test_private_and_special_addresses_are_not_public():
             FETCH(f"http://{host}:1/image")
 
 
-def test_image_is_read_from_the_checked_address(asked, names):
+def test_image_is_read_from_the_checked_address(network):
+    asked, names = network
     for host, address in (("site.example", V4), ("six.example", V6)):
         assert FETCH(f"https://user@{host.upper()}:8443/a?b=c") == CONTENT
         request = asked.pop()
@@ -246,7 +240,7 @@ def test_image_is_read_from_the_checked_address(asked, names):
     assert names["rebind.example"] == [["127.0.0.2"]]
 
 
-def test_other_answers_are_refused(asked):
+def test_other_answers_are_refused(network):
     for url, message in (
         ("http://inner.example/image", "inner.example is no public address"),
         ("http://both.example/", "both.example is no public address"),
@@ -261,4 +255,4 @@ def test_other_answers_are_refused(asked):
     ):  # fmt: skip
         with pytest.raises(PromptError, match=message):
             ImageFetcher(1000)(url, 0.3 if "0.3" in message else 20.0)
-    assert {request.headers["Host"] for request in asked} == {"site.example"}
+    assert {request.headers["Host"] for request in network[0]} == {"site.example"}
