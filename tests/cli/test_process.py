@@ -8,12 +8,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from unittest.mock import Mock
 
 import pytest
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint
-from support.processes import handled
 
 from offload_rt.cli import main, process
 from offload_rt.cli.process import INTERRUPTED, exit_code, run_program
@@ -25,11 +23,11 @@ from offload_rt.planning.known_models import KNOWN
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
     """Restore signal handlers; background shells start programs with ignored signals."""
-    with ExitStack() as stack:
-        for number in process._SIGNALS:
-            stack.enter_context(handled(number, signal.SIG_DFL))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in process._SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _raises(error: BaseException) -> Callable[[], None]:

@@ -159,15 +159,14 @@ def test_tokenize_and_detokenize(served):
     assert served.post("/tokenize", body)[1]["count"] == answer["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(("is_any_name", "status"), [(False, 404), (True, 200)])
-def test_timeouts_and_model_names_are_respected(llm, is_any_name, status):
-    settings = replace(SETTINGS, any_model_name=is_any_name)
+def test_timeouts_and_any_model_name(llm):
+    settings = replace(SETTINGS, any_model_name=True)
     with running(llm, settings=settings) as server:
         body = {"prompt": "x", "max_tokens": 1, "model": "gpt-4o"}
-        assert server.post("/v1/completions", body)[0] == status
+        assert server.post("/v1/completions", body)[0] == 200
         server.service.settings = replace(settings, timeout=1)
         with engine_held(llm):
-            late, answer = server.post("/v1/completions", body | {"model": "demo"})
+            late, answer = server.post("/v1/completions", body)
         assert late == 504 and "took more than" in answer["error"]["message"]
         server.wait_until_idle()
 

@@ -97,19 +97,18 @@ PARTS = [
 
 
 def test_parts_of_all_apis_are_extracted_in_order():
-    text, mark = {"type": "text", "text": "x"}, {"type": "image"}
-    url = url_of(encoded(Image.new("RGB", (3, 2), "blue")))
-
-    def messages(*images):
-        return [
+    text = {"type": "text", "text": "x"}
+    blue = {"type": "image_url", "image_url": url_of(encoded(Image.new("RGB", (3, 2), "blue")))}
+    messages, expected = (
+        [
             {"role": "system", "content": "S"},
-            {"role": "user", "content": [*images[:4], text], "name": "n"},
-            {"role": "user", "content": [text, images[4]]},
+            {"role": "user", "content": [*parts[:4], text], "name": "n"},
+            {"role": "user", "content": [text, parts[4]]},
         ]
-
-    other = {"type": "image_url", "image_url": {"url": url}}
-    marked, extracted = ImageReader(Image.Image.copy).read(messages(*PARTS, other))
-    assert marked == messages(*[mark] * 5)
+        for parts in ([*PARTS, blue], [{"type": "image"}] * 5)
+    )
+    marked, extracted = ImageReader(Image.Image.copy).read(messages)
+    assert marked == expected
     assert [image.size for image in extracted] == [(9, 6)] * 4 + [(3, 2)]
     assert all(np.array_equal(np.asarray(image), PIXELS) for image in extracted[:4])
 
