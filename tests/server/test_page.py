@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.serving import Served
+from support.serving import Served, script
 
 from offload_rt import SamplingParams
 
@@ -239,7 +239,7 @@ def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, 
         assert branch(page) == before
 
 
-def test_attached_file_is_sent_with_the_message(page, tmp_path):
+def test_attached_file_is_sent_with_the_message(page, served, tmp_path, monkeypatch):
     (tmp_path / "notes.md").write_text("```\ncode\n```\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)))
     (tmp_path / "large.txt").write_text("x" * 300_000)
@@ -253,14 +253,12 @@ def test_attached_file_is_sent_with_the_message(page, tmp_path):
         page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / name))
         wait(page, lambda place=place, shown=shown: shown in text_of(page, place))
         assert count(page, "#attached li") == (name == "notes.md")
-    page.execute_script(
-        "window.sent = []; const send = fetch;"
-        "window.fetch = (path, options) => (sent.push(options?.body), send(path, options));"
-    )
+    requests = script(served.llm, monkeypatch, "An answer")
     say(page, "Explain")
-    wait_for_end(page, 1)
-    sent = page.execute_script("return JSON.parse(sent.find(Boolean)).messages[0].content")
-    assert sent == "Explain\n\nnotes.md:\n````\n```\ncode\n```\n\n````"
+    assert wait_for_end(page, 1) == ["An answer"]
+    ((prompt,), _), *_ = requests
+    sent = "Explain\n\nnotes.md:\n````\n```\ncode\n```\n\n````"
+    assert served.llm.tokenizer.decode(prompt, skip_special_tokens=True) == f"{sent}\n"
     assert page.find_element(By.CSS_SELECTOR, ".file summary").text == "notes.md"
 
 
