@@ -4,7 +4,7 @@ import json
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jinja2 import Environment
 from support.checkpoints import llama_config
@@ -52,6 +52,17 @@ def pieces_of(stream, ids):
 
 def encoded(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@given(st.sampled_from([BYTE_LEVEL, METASPACE]), texts, st.integers(1, 12))
+def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text, n_prompt):
+    ids = encoded(tokenizer, SPOKEN[0] + " " + text)
+    prompt = decode(tokenizer, ids[:n_prompt])
+    assume(HALF not in prompt)
+    stream = TextStream(tokenizer, ids[:n_prompt], ())
+    pieces, _ = pieces_of(stream, ids[n_prompt:])
+    assert HALF not in "".join(pieces) and "".join(pieces) == stream.text
+    assert prompt + stream.text == SPOKEN[0] + " " + text
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), min_size=1, max_size=30))
@@ -104,7 +115,6 @@ def test_first_stop_string_ends_the_text(tokenizer, text, data):
     pieces, n = pieces_of(stream, ids)
     n_expected, text_expected = expected_stop(tokenizer, prompt, ids, stops)
     assert (n, stream.text, "".join(pieces)) == (n_expected, text_expected, text_expected)
-    assert HALF not in text_expected
 
 
 @given(texts, st.lists(st.text(characters, min_size=1, max_size=6), max_size=1))
