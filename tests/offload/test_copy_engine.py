@@ -1,8 +1,13 @@
-"""Waits of a small copy behind layers, on a fake GPU with one copy engine and its own clock."""
+"""Order of copies on the streams of a fake GPU.
 
+The copy engine of a GPU serves the first ready copy and stays with a stream that has another one.
+A copy of another stream waits for one chunk if chunks alternate between streams in order.
+"""
+
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,37 +18,28 @@ from torch.overrides import TorchFunctionMode
 from offload_rt.offload import copy_device
 from offload_rt.offload.copy_device import CopyDevice
 
-CHUNK = 8
-N_CHUNKS = 6
-N_LAYERS = 3
+
+@dataclass(eq=False)
+class Copy:
+    stream: "Stream"
+    after: list["Copy"]
 
 
 class Engine(TorchFunctionMode):
-    """Simulate copies of all streams at one byte per second.
-
-    The first ready copy is served first. A stream whose next copy is ready at the end of a copy
-    continues.
-    """
+    """Record copies with their stream and the copies before them, and do them at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.n_timing = 0
-        self.waiting = list[SimpleNamespace]()
+        self.copies = list[Copy]()
         self.stream: Stream | None = None
+        self.n_timing = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and self.stream is not None:
             assert kwargs == {"non_blocking": True}
-            self.enqueue(*args)
-            return args[0]
+            self.copies.append(Copy(self.stream, self.stream.before))
+            self.stream.before = self.copies[-1:]
         return func(*args, **(kwargs or {}))
-
-    def enqueue(self, target: Tensor, source: Tensor) -> None:
-        copy = SimpleNamespace(
-            target=target, source=source, stream=self.stream, after=self.stream.before, end=None
-        )
-        self.stream.before = [copy]
-        self.waiting.append(copy)
 
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
@@ -51,27 +47,10 @@ class Engine(TorchFunctionMode):
         yield
         self.stream = before
 
-    def run(self) -> None:
-        stream = None
-        while ready := [copy for copy in self.waiting if ends(copy.after) is not None]:
-            ready.sort(key=lambda copy: (copy.stream is not stream, ends(copy.after)))
-            copy = ready[0]
-            torch.Tensor.copy_(copy.target, copy.source)
-            self.now += len(copy.source)
-            copy.end = self.now
-            stream = copy.stream
-            self.waiting = [other for other in self.waiting if other is not copy]
-
-
-def ends(copies: list[SimpleNamespace]) -> int | None:
-    """Return when all copies have ended; None while one waits."""
-    times = [copy.end for copy in copies]
-    return None if None in times else max(times, default=0)
-
 
 class Stream:
     def __init__(self) -> None:
-        self.before = list[SimpleNamespace]()
+        self.before = list[Copy]()  # copies that end before further work
 
     def wait_event(self, event: "Event") -> None:
         self.before = [*self.before, *event.after]
@@ -79,21 +58,17 @@ class Stream:
 
 class Event:
     def __init__(self, engine: Engine, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.after = list[SimpleNamespace]()
+        self.after = list[Copy]()
         self._engine = engine
         self._blocking = blocking
         engine.n_timing += enable_timing
-
-    @property
-    def at(self) -> int | None:
-        return ends(self.after)
 
     def record(self, stream: Stream) -> None:
         self.after = stream.before
 
     def synchronize(self) -> None:
         assert self._blocking, "a thread spins"
-        self._engine.run()
+        assert self._engine.copies[-1] in self.after
 
 
 @pytest.fixture
@@ -105,46 +80,25 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield made
 
 
-def some_bytes(n: int) -> Tensor:
-    return torch.randint(0, 256, (n,), dtype=torch.uint8)
-
-
-def waited(engine: Engine, n: int = 1) -> Event:
-    """An event after a copy of n bytes on a stream of its own."""
+def test_chunks_alternate_between_streams_in_order(engine):
+    """Chunks of tensors of any length, after the event of their copy and all earlier chunks."""
+    device = CopyDevice(torch.device("cuda"), 8)
     compute = Stream()
-    done = Event(engine, blocking=True)
     with engine.on(compute):
-        torch.zeros(n).copy_(torch.ones(n), non_blocking=True)
+        torch.zeros(1).copy_(torch.ones(1), non_blocking=True)
+    done = Event(engine)
     done.record(compute)
-    return done
-
-
-def test_small_copy_waits_for_one_chunk_on_two_streams(engine):
-    device = CopyDevice(torch.device("cuda"), CHUNK)
-    after = device.event()
-    n = CHUNK * N_CHUNKS
-    layers = [(torch.zeros(n, dtype=torch.uint8), some_bytes(n)) for _ in range(N_LAYERS)]
-    for layer in layers:
-        start, after = device.copy([layer], after)
-    n_timing = engine.n_timing
-    small = waited(engine)
-    small.synchronize()
-    assert small.at <= CHUNK + 1
+    for after in (device.event(), done, device.event()):
+        source = torch.randint(0, 256, (45,), dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        n_copies, n_timing = len(engine.copies), engine.n_timing
+        start, end = device.copy([(target[:3], source[:3]), (target[3:], source[3:])], after)
+        assert torch.equal(target, source)
+        first, *_, last = chunks = engine.copies[n_copies:]
+        assert {*after.after} <= {*start.after} <= {*first.after} and end.after == [last]
+        assert engine.n_timing == n_timing + 2, "timing events are of copies, not of chunks"
+        assert all(a.stream is not b.stream for a, b in itertools.pairwise(chunks))
+    assert len(engine.copies) == 1 + 3 * (1 + 6)
+    assert all(a in b.after for a, b in itertools.pairwise(engine.copies[1:]))
     device.synchronize()
-    assert all(torch.equal(*layer) for layer in layers)
-    assert n_timing == 1 + 2 * N_LAYERS, "timing events are of layers, not of chunks"
-    # The link is never idle while a chunk is left, and events stand where a layer begins and ends.
-    assert engine.now == N_LAYERS * n + 1
-    assert (start.at, after.at) == (engine.now - n, engine.now)
-
-
-def test_copies_wait_for_their_event_and_keep_order(engine):
-    """Of tensors of any length; a slot that is still computed from is not written to."""
-    device = CopyDevice(torch.device("cuda"), CHUNK)
-    slot = torch.zeros(30, dtype=torch.uint8)
-    first, second = some_bytes(30), some_bytes(30)
-    start, _ = device.copy([(slot[:3], first[:3]), (slot[3:], first[3:])], waited(engine, 100))
-    _, end = device.copy([(slot, second)], device.event())
     device.wait(end)
-    assert start.at == 100 and end.at == 160
-    assert torch.equal(slot, second)

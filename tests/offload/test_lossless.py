@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -476,7 +475,9 @@ def test_cuda_decodes_lossless_layers(model, converted, monkeypatch, way, where)
     assert encoded[1] < 0.85 * raw[1]  # with their tables
 
 
-def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatch):
+def test_unsupported_lossless_settings_are_reported(
+    model, converted, mxfp4_checkpoint, monkeypatch
+):
     """Without its kernel, a device uses raw weights unless lossless is required."""
     settings = CPU | {"device": "cuda"}
     lossless = settings | {"link_format": "lossless"}
@@ -490,10 +491,5 @@ def test_unsupported_lossless_settings_are_reported(model, converted, monkeypatc
         least = budget(model, device="cuda", link_format="lossless")
         with pytest.raises(OffloadError, match="of 6 on disk"):
             open_unloaded(model, host_memory="18MB", device_memory=least, **lossless)
-    quantised = SimpleNamespace(name="awq", notice="")
-    monkeypatch.setattr(
-        "offload_rt.llm.open_checkpoint",
-        lambda path: replace(open_checkpoint(path), format=quantised),
-    )
-    with pytest.raises(SettingsError, match="awq"):
-        open_unloaded(model, device="cpu", link_format="lossless")
+    with pytest.raises(SettingsError, match="mxfp4"):
+        open_unloaded(mxfp4_checkpoint, device="cpu", link_format="lossless")

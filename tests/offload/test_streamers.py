@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack
 from support.fake_gpu import PATIENCE_S, FakeCopyDevice
+from support.processes import handled
 from support.programs import wait_until
 from support.streams import N_LAYERS, FakeGPU, Host, RealGPU, Watched, stream_layers, wanted
 
@@ -280,14 +281,13 @@ def test_interrupt_during_a_wait_leaves_the_next_sweep_complete(make, files, mon
             time.sleep(0.02)  # until the sweep is deep in its wait
             _thread.interrupt_main()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with bench(make, files, trap=trap) as b:
+    heed = handled(signal.SIGINT, signal.default_int_handler)
+    with heed, bench(make, files, trap=trap) as b:
         with pytest.raises(KeyboardInterrupt), closing(b.streamer.sweep()) as sweep:
             for _ in sweep:
                 is_waited_for.set()
         b.device.seen()
         b.sweep()
-    signal.signal(signal.SIGINT, before)
 
 
 @every_bench
