@@ -27,21 +27,18 @@ SOON_S = 10.0
 
 _LOADS = """
 import os, signal, sys
+from unittest.mock import Mock
 from offload_rt.cli import run
 from offload_rt.cli.process import run_program
 from offload_rt.engine.loader import Loader
 from offload_rt.errors import LinkError
 from offload_rt.executor.runner import Runner
-how, rank, *arguments = sys.argv[1:]
-if os.environ["RANK"] == rank:
-    def dies(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-    def fails(*_):
-        raise LinkError("the disk has gone")
+how, *arguments = sys.argv[1:]
+if os.environ["RANK"] == "1":
     if how == "dies":
-        Loader.fill = dies
+        Loader.fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif how == "fails":
-        Runner.layers = fails
+        Runner.layers = Mock(side_effect=LinkError("the disk has gone"))
     else:
         arguments[arguments.index("--model") + 1] = how
 sys.exit(run_program(lambda: run.main(arguments)))
@@ -96,7 +93,7 @@ def test_killed_rank_ends_the_others_with_its_name(killed, model, begins_with, t
     ("/no/such/model", 2, ": no model called /no/such/model: no such"),
 ])  # fmt: skip
 def test_rank_that_fails_to_start_is_named(how, code, why, model, tmp_path):
-    with run_script(_LOADS, tmp_path, how, 1, "--model", model, *ENDLESS) as ranks:
+    with run_script(_LOADS, tmp_path, how, "--model", model, *ENDLESS) as ranks:
         wait_until(lambda: ranks[1].process.exitcode is not None)
         assert _ends(ranks) == [3, code]
         assert ranks[0].err.startswith(_named(1, ranks) + why) and ranks[0].err.count("\n") == 1

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli import convert
-from offload_rt.config import EngineConfig
 from offload_rt.engine import link_rates, profile
+from offload_rt.engine.engine_spec import EngineSpec
 from offload_rt.engine.link_rates import LinkRates
 from offload_rt.errors import CapacityError, CheckpointError, OffloadError, SettingsError
 from offload_rt.offload import sidecar as sidecars
@@ -331,7 +331,10 @@ def test_hostile_sidecars_are_refused_or_exact(model, converted, tmp_path):
     assert n_refused > 350
 
 
-CPU = {"device": "cpu", "max_model_len": 64, "drafter": "none"}
+def spec_of(model: Path, **settings: object) -> EngineSpec:
+    settings = {"device": "cpu", "max_model_len": 64, "drafter": "none"} | settings
+    with open_unloaded(model, **settings) as unloaded:
+        return unloaded.spec
 
 
 def run(model: Path, **settings: object) -> tuple[list[int], int]:
@@ -354,10 +357,8 @@ def measure(monkeypatch: pytest.MonkeyPatch, rates: LinkRates) -> None:
 
 def budget(model: Path, **settings: object) -> int:
     """Return the smallest budget: two slots and the decoding buffer."""
-    config = EngineConfig(str(model), max_model_len=64, drafter="none", dtype="float32", **settings)
-    with LLM.open(config) as unloaded:
-        plan = unloaded.plan
-        return plan.reserved.total + 2 * plan.slot_nbytes + plan.link.buffer
+    plan = spec_of(model, dtype="float32", **settings).plan
+    return plan.reserved.total + 2 * plan.slot_nbytes + plan.link.buffer
 
 
 def test_lossless_tokens_equal_raw_with_fewer_bytes(model, converted):
@@ -371,14 +372,14 @@ def test_lossless_tokens_equal_raw_with_fewer_bytes(model, converted):
 def test_damaged_sidecar_is_reported_and_ignored(model, converted, tmp_path):
     copied = shutil.copytree(model, tmp_path / "m")
     shutil.copytree(converted, copied / "lossless")
-    with open_unloaded(copied, **CPU) as unloaded:
-        assert unloaded.spec.target.link.sidecar and "read encoded" in unloaded.spec.notice
+    spec = spec_of(copied)
+    assert spec.target.link.sidecar and "read encoded" in spec.notice
     layer_path(copied / "lossless", 3).write_bytes(b"x" * 100)
-    with open_unloaded(copied, **CPU) as unloaded:
-        assert unloaded.spec.target.link.sidecar is None and "layer-00003" in unloaded.spec.notice
+    spec = spec_of(copied)
+    assert spec.target.link.sidecar is None and "layer-00003" in spec.notice
     for path, words in ((copied, "layer-00003"), (model, "offload-rt convert")):
         with pytest.raises(CheckpointError, match=words):
-            open_unloaded(path, link_format="lossless", **CPU)
+            spec_of(path, link_format="lossless")
 
 
 @pytest.mark.parametrize(("rates", "is_encoded", "figures"), [
@@ -390,31 +391,28 @@ def test_auto_uses_a_sidecar_if_measured_faster(
     rates, is_encoded, figures, model, converted, monkeypatch
 ):
     measure(monkeypatch, rates)
-    settings = CPU | {"sidecar": str(converted)}
-    with open_unloaded(model, **settings) as unloaded:
-        spec = unloaded.spec
-        assert bool(spec.target.link.sidecar) == is_encoded
-        assert isinstance(spec.files.disk, SidecarTier) == is_encoded
-        how = "read encoded" if is_encoded else "read raw, not from the sidecar"
-        (line,) = spec.notice.splitlines()
-        assert how in line and figures in line
-    with open_unloaded(model, link_format="lossless", **settings) as unloaded:
-        assert unloaded.spec.target.link.sidecar and not unloaded.spec.notice
+    spec = spec_of(model, sidecar=str(converted))
+    assert bool(spec.target.link.sidecar) == is_encoded
+    assert isinstance(spec.files.disk, SidecarTier) == is_encoded
+    how = "read encoded" if is_encoded else "read raw, not from the sidecar"
+    (line,) = spec.notice.splitlines()
+    assert how in line and figures in line
+    spec = spec_of(model, link_format="lossless", sidecar=str(converted))
+    assert spec.target.link.sidecar and not spec.notice
 
 
 def test_auto_uses_raw_weights_if_decoding_exceeds_memory(model, converted, monkeypatch):
     """On a CPU the read buffers add to the budget."""
     monkeypatch.setattr("offload_rt.engine.link._BUFFERS", 1 << 16)
     raw = budget(model, link_format="raw", device="cpu")
-    place = CPU | {"device_memory": raw, "dtype": "float32", "sidecar": str(converted)}
+    place = {"device_memory": raw, "dtype": "float32", "sidecar": str(converted)}
     assert raw < budget(model, link_format="lossless", device="cpu", sidecar=str(converted))
-    with open_unloaded(model, **place) as unloaded:
-        spec = unloaded.spec
-        assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
-        assert "not from the sidecar: the device memory budget is too small" in spec.notice
+    spec = spec_of(model, **place)
+    assert spec.target.link.sidecar is None and spec.plan.streamed_nbytes
+    assert "not from the sidecar: the device memory budget is too small" in spec.notice
     for more in ({"link_format": "lossless"}, {"device_memory": raw - 1}):
         with pytest.raises(CapacityError):
-            open_unloaded(model, **place | more)
+            spec_of(model, **place | more)
 
 
 def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkeypatch, tmp_path):
@@ -468,8 +466,8 @@ def test_cuda_decodes_lossless_layers(model, converted, monkeypatch, way, where)
     with fake_gpu(monkeypatch, has_kernels=True, pins=where != "unpinned"):
         place["device_memory"] = budget(model, **place)
         if where == "disk":
-            with open_unloaded(model, **CPU | place) as unloaded:
-                place["host_memory"] = unloaded.plan.budget.buffers + unloaded.plan.host_slot_nbytes
+            plan = spec_of(model, **place).plan
+            place["host_memory"] = plan.budget.buffers + plan.host_slot_nbytes
         encoded = run(model, **place)
     assert encoded[0] == raw[0]
     assert encoded[1] < 0.85 * raw[1]  # with their tables
@@ -479,17 +477,15 @@ def test_unsupported_lossless_settings_are_reported(
     model, converted, mxfp4_checkpoint, monkeypatch
 ):
     """Without its kernel, a device uses raw weights unless lossless is required."""
-    settings = CPU | {"device": "cuda"}
-    lossless = settings | {"link_format": "lossless"}
+    required = {"device": "cuda", "link_format": "lossless"}
     with fake_gpu(monkeypatch):
-        with open_unloaded(model, sidecar=str(converted), **settings) as unloaded:
-            spec = unloaded.spec
-            assert spec.target.link.sidecar is None and "GPU is fake" in spec.notice
+        spec = spec_of(model, device="cuda", sidecar=str(converted))
+        assert spec.target.link.sidecar is None and "GPU is fake" in spec.notice
         with pytest.raises(OffloadError, match="GPU is fake"):
-            open_unloaded(model, **lossless)
+            spec_of(model, **required)
     with fake_gpu(monkeypatch, has_kernels=True):
-        least = budget(model, device="cuda", link_format="lossless")
+        least = budget(model, **required)
         with pytest.raises(OffloadError, match="of 6 on disk"):
-            open_unloaded(model, host_memory="18MB", device_memory=least, **lossless)
+            spec_of(model, host_memory="18MB", device_memory=least, **required)
     with pytest.raises(SettingsError, match="mxfp4"):
-        open_unloaded(mxfp4_checkpoint, device="cpu", link_format="lossless")
+        spec_of(mxfp4_checkpoint, link_format="lossless")
