@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from support.command_line import Line
+from support.spies import before_calls
 
 from offload_rt.cli import calibrate
 from offload_rt.errors import CacheError
@@ -67,14 +68,12 @@ def test_unwritable_cache_folder_ends_no_run(place, drafted, line, whole, tmp_pa
 @pytest.mark.parametrize("name", NAMES)
 def test_unsaved_calibration_is_an_error(name, calibrated, line, cache, monkeypatch):
     """The statistics of the pair are saved last, after the printed results."""
-    write = files.write_atomically
 
-    def write_others(path: Path, content: str) -> None:
+    def fail(path: Path, _: str) -> None:
         if path.name == name:
             raise OSError(28, "No space left on device")
-        write(path, content)
 
-    monkeypatch.setattr(files, "write_atomically", write_others)
+    before_calls(monkeypatch, files, "write_atomically", fail)
     more = ["--drafter", "static_tree", "--tokens", "2"]
     code, out, err = line(*calibrated, *more, main=calibrate.main)
     assert code == 3 and bool(out) == (name == "pairs.json")

@@ -17,6 +17,7 @@ import pytest
 from support.checkpoints import llama_config, llama_tensors, write_checkpoint, write_file
 from support.command_line import PROMPT, one_sentence
 from support.programs import wait_until
+from support.spies import before_calls
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine import builder
@@ -143,17 +144,15 @@ def test_closed_or_unreferenced_llm_leaves_no_thread_and_no_file(is_closed, mode
 
 
 def test_interrupt_while_loading_leaves_no_thread(line, model, monkeypatch):
-    fill = DirectFiles.fill
     begun = []
 
-    def interrupted(*arguments: object) -> None:
+    def interrupt(*_: object) -> None:
         begun.append(1)
         if len(begun) == 3:
             _thread.interrupt_main()
-        fill(*arguments)
 
     with _nothing_is_left(model), monkeypatch.context() as patch:
-        patch.setattr(DirectFiles, "fill", interrupted)
+        before_calls(patch, DirectFiles, "fill", interrupt)
         ended = line("--model", str(model), "--device", "cpu", "--prompt", PROMPT)
         assert ended == (130, "", "interrupted\n")
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from support.checkpoints import llama_config, llama_tensors, pack, raw_bytes, write_checkpoint
 from support.layers import on_disk, some_layers
 from support.programs import wait_until
+from support.spies import before_calls
 from support.tiny import open_llm, prompt_of, say
 from torch import Tensor
 
@@ -105,16 +106,15 @@ def test_done_ahead_works_one_ahead_in_order():
 def place(request, tmp_path, monkeypatch):
     """A folder with or without direct I/O; a signal or a busy disk may end a read early."""
     refused = []
-    open_file, read = os.open, os.preadv
+    read = os.preadv
 
-    def refuse(path: Path, flags: int, *more: Any, **how: Any) -> int:
+    def refuse(path: Path, flags: int, *_: Any, **how: Any) -> None:
         if flags & os.O_DIRECT:
             refused.append(path)
             raise OSError(22, "Invalid argument")
-        return open_file(path, flags, *more, **how)
 
     if request.param == "buffered":
-        monkeypatch.setattr(os, "open", refuse)
+        before_calls(monkeypatch, os, "open", refuse)
     elif request.param == "short reads":
         monkeypatch.setattr(os, "preadv", lambda n, views, at: read(n, [views[0][:4096]], at))
     yield tmp_path
@@ -187,14 +187,11 @@ def prefer(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    read = os.preadv
-
-    def preadv(file, buffers, offset):
+    def refuse(file, buffers, offset):
         if Path(os.readlink(f"/proc/self/fd/{file}")).is_relative_to(folder):
             raise OSError(errno.EIO, "Input/output error")
-        return read(file, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    before_calls(monkeypatch, os, "preadv", refuse)
 
 
 @pytest.mark.parametrize("rates", [(1.0, 1.0), (3.0, 1.0), (0.5, 2.0)])

@@ -14,6 +14,7 @@ from support.checkpoints import pack
 from support.experts import FakeGPUWithDisk, cache_on, open_touched
 from support.fake_gpu import PATIENCE_S, fake_gpu
 from support.programs import wait_until
+from support.spies import before_calls
 from support.streams import FakeGPU, Host, content, stream_layers, wanted
 from support.tiny import feed, generate, keep_steady, open_unloaded, prompt_of, runner_of, say
 from transformers import GptOssForCausalLM, Mxfp4Config
@@ -153,8 +154,7 @@ def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
     with cache_on(make, files, 2, trap=trap) as (cache, _, device):
         # The pass has left its wait before the read ends.
         for kind in (ThreadExperts, CardExperts):
-            drain = kind._drain
-            monkeypatch.setattr(kind, "_drain", lambda it, drain=drain: (go_on.set(), drain(it)))
+            before_calls(monkeypatch, kind, "_drain", lambda _: go_on.set())
         closer = threading.Thread(target=lambda: is_reading.wait(PATIENCE_S) and cache.close())
         closer.start()
         with pytest.raises(LinkError, match="released"):
@@ -185,14 +185,12 @@ def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
         cache = runner.experts
         meter = runner.streamer.meter
         rows = runner.new_cache(len(text))
-        arrive = cache.arrive
 
-        def watched(k, n_rows, work):
+        def note(k, n_rows, _):
             missing = {8 * k + expert for expert in n_rows} - cache._slot_of.keys()
             touched.append((set(n_rows), missing))
-            return arrive(k, n_rows, work)
 
-        monkeypatch.setattr(cache, "arrive", watched)
+        before_calls(monkeypatch, cache, "arrive", note)
         for start, stop in ((0, 9), *((at, at + 1) for at in range(9, 17))):
             n_before, before = cache.n_fetched, meter.read()[0]
             touched.clear()
@@ -316,14 +314,12 @@ def set_rates(host, seconds):
 def computed(monkeypatch):
     """The blocks that hosts compute, by threads of their own."""
     blocks = []
-    compute = HostExperts._compute
 
-    def watched(self, work, first, block, rows):
+    def note(host, work, first, block, rows):
         assert threading.current_thread() is not threading.main_thread()
         blocks.append(block)
-        return compute(self, work, first, block, rows)
 
-    monkeypatch.setattr(HostExperts, "_compute", watched)
+    before_calls(monkeypatch, HostExperts, "_compute", note)
     return blocks
 
 

@@ -19,6 +19,7 @@ import torch
 from support import emulated
 from support.checkpoints import pack, raw_bytes
 from support.fake_gpu import fake_gpu
+from support.spies import before_calls
 from support.spoiling import spoil_bytes
 from support.tiny import CASES, generate, open_unloaded, prompt_of
 from torch import Tensor
@@ -255,17 +256,15 @@ def blocks_of(layers: list[EncodedLayer]) -> list[Tensor]:
 
 def test_convert_resumes_and_repairs(model, converted, tmp_path, monkeypatch, capfd):
     arguments = ["--model", str(model), "--sidecar", str(tmp_path)]
-    write = sidecars.write_layer
     written = []
 
-    def interrupted(path: Path, *rest: object) -> None:
+    def interrupt(path: Path, *_: object) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(path.name)
-        write(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sidecars, "write_layer", interrupted)
+        before_calls(patch, sidecars, "write_layer", interrupt)
         assert convert.main(arguments) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == written  # and no temporary file
     with pytest.raises(CheckpointError, match="not there"):

@@ -1,4 +1,4 @@
-"""Contract of streamers: each layer once, in order, with its bytes, in every pass."""
+"""Contract of streamers: each layer once, in order, with its bytes, in every pass; copies."""
 
 import _thread
 import itertools
@@ -12,15 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import pack
 from support.fake_gpu import PATIENCE_S, FakeCopyDevice
 from support.processes import handled
 from support.programs import wait_until
+from support.spies import before_calls
 from support.streams import N_LAYERS, FakeGPU, Host, RealGPU, Watched, stream_layers, wanted
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from offload_rt.errors import LinkError
+from offload_rt.offload import copy_device
+from offload_rt.offload.copy_device import CopyDevice
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.offload.memory import MemoryTier
 from offload_rt.offload.stream_cuda import CudaStreamer
@@ -329,13 +335,8 @@ def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
     with bench(FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
         b.sweep()
         waits = []
-        copy = b.device.copies.copy
-
-        def recorded(moves: Any, after: Any) -> Any:
-            waits.append(after.is_recorded)
-            return copy(moves, after)
-
-        monkeypatch.setattr(b.device.copies, "copy", recorded)
+        note = lambda _, after: waits.append(after.is_recorded)  # noqa: E731
+        before_calls(monkeypatch, b.device.copies, "copy", note)
         b.streamer.set_sources(b.streamer._sources)
         b.sweep()
     assert len(waits) >= N_LAYERS and all(waits)
@@ -356,3 +357,90 @@ def test_gpu_copies_are_traced_by_events(files):
     assert traced >= {("link", f"layer {i}") for i in (0, 2, 3)} | {("disk", "layer 3")}
     assert ("link", "layer 1") not in traced
     assert all(started - 1 < a <= b < time.perf_counter() + 1 for *_, a, b in spans)
+
+
+# The copy engine of a GPU serves the first ready copy and stays with a stream that has another one.
+# A copy of another stream waits for one chunk if chunks alternate between streams in order.
+@dataclass(eq=False)
+class Copy:
+    stream: "Stream"
+    after: list["Copy"]
+
+
+class Engine(TorchFunctionMode):
+    """Record copies with their stream and the copies before them, and do them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = list[Copy]()
+        self.stream: Stream | None = None
+        self.n_timing = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and self.stream is not None:
+            assert kwargs == {"non_blocking": True}
+            self.copies.append(Copy(self.stream, self.stream.before))
+            self.stream.before = self.copies[-1:]
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def on(self, stream: "Stream") -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.before = list[Copy]()  # copies that end before further work
+
+    def wait_event(self, event: "Event") -> None:
+        self.before = [*self.before, *event.after]
+
+
+class Event:
+    def __init__(self, engine: Engine, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.after = list[Copy]()
+        self._engine = engine
+        self._blocking = blocking
+        engine.n_timing += enable_timing
+
+    def record(self, stream: Stream) -> None:
+        self.after = stream.before
+
+    def synchronize(self) -> None:
+        assert self._blocking, "a thread spins"
+        assert self._engine.copies[-1] in self.after
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    with Engine() as made:
+        monkeypatch.setattr(copy_device, "Stream", lambda device: Stream())
+        monkeypatch.setattr(copy_device, "Event", lambda **how: Event(made, **how))
+        monkeypatch.setattr(torch.cuda, "stream", made.on)
+        yield made
+
+
+def test_chunks_alternate_between_streams_in_order(engine):
+    """Chunks of tensors of any length, after the event of their copy and all earlier chunks."""
+    device = CopyDevice(torch.device("cuda"), 8)
+    compute = Stream()
+    with engine.on(compute):
+        torch.zeros(1).copy_(torch.ones(1), non_blocking=True)
+    done = Event(engine)
+    done.record(compute)
+    for after in (device.event(), done, device.event()):
+        source = torch.randint(0, 256, (45,), dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        n_copies, n_timing = len(engine.copies), engine.n_timing
+        start, end = device.copy([(target[:3], source[:3]), (target[3:], source[3:])], after)
+        assert torch.equal(target, source)
+        first, *_, last = chunks = engine.copies[n_copies:]
+        assert {*after.after} <= {*start.after} <= {*first.after} and end.after == [last]
+        assert engine.n_timing == n_timing + 2, "timing events are of copies, not of chunks"
+        assert all(a.stream is not b.stream for a, b in itertools.pairwise(chunks))
+    assert len(engine.copies) == 1 + 3 * (1 + 6)
+    assert all(a in b.after for a, b in itertools.pairwise(engine.copies[1:]))
+    device.synchronize()
+    device.wait(end)

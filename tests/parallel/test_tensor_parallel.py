@@ -14,13 +14,8 @@ from quantize import Choice, config_of, quantized, write
 from safetensors.torch import save_file
 from support.gguf_files import build
 from support.quantized import id_of
-from support.thread_ranks import (
-    MINE,
-    divided_tokens,
-    opened,
-    together,
-    tokens_of,
-)
+from support.spies import before_calls
+from support.thread_ranks import MINE, divided_tokens, opened, together, tokens_of
 from support.tiny import (
     CASES,
     DRAFTERS,
@@ -185,13 +180,11 @@ def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
     prefer(monkeypatch, not is_converted)
     whole = open_checkpoint(path)
     n_layers = sum(record.nbytes for layer in whole.layers for record in layer)
-    fill = DirectFiles.fill
 
-    def count(self: DirectFiles, path: Path, start: int, into: Tensor, need: int) -> None:
-        MINE.n_read = getattr(MINE, "n_read", 0) + need
-        fill(self, path, start, into, need)
+    def count(*given: Any) -> None:
+        MINE.n_read = getattr(MINE, "n_read", 0) + given[-1]
 
-    monkeypatch.setattr(DirectFiles, "fill", count)
+    before_calls(monkeypatch, DirectFiles, "fill", count)
 
     def work() -> tuple[int, int, int]:
         with LLM.open(streamed(path)) as llm:
@@ -231,10 +224,7 @@ def test_every_drafter_gives_the_targets_tokens(pair, monkeypatch, drafter, is_e
     """
     keep_steady(monkeypatch)
     cut = []
-    divide = ranks_spec.divide
-    monkeypatch.setattr(
-        ranks_spec, "divide", lambda *given: cut.append(given[0].path) or divide(*given)
-    )
+    before_calls(monkeypatch, ranks_spec, "divide", lambda whole, _: cut.append(whole.path))
     prompt = prompt_of(2, 40)
     settings = pair.settings(drafter) | {"exact_parallel": is_exact, "split_draft": split}
     settings |= {} if drafter == "none" else {"tree_depth": 4}
@@ -462,14 +452,12 @@ def test_disk_layers_are_divided_in_the_faster_way(
     told = opened(config, lambda llm: (is_cut_exactly(llm), vain in llm.spec.notice))
     assert told == [(is_exact, not is_exact)] * 2
     # Weights without parts by outputs are divided by inputs.
-    divide = ranks_spec.divide
 
-    def by_inputs(checkpoint: Any, model: TensorParallelModel) -> Any:
+    def refuse(_: Any, model: TensorParallelModel) -> None:
         if model.is_exact:
             raise UnsupportedModelError("it has no such parts")
-        return divide(checkpoint, model)
 
-    monkeypatch.setattr(ranks_spec, "divide", by_inputs)
+    before_calls(monkeypatch, ranks_spec, "divide", refuse)
     assert opened(config, is_cut_exactly) == [False] * 2
 
 
@@ -534,14 +522,12 @@ def test_ranks_time_equal_numbers_of_layers(pair, monkeypatch):
 
 def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):
     """Other ranks are within the pass, so it cannot be repeated."""
-    layer = TensorParallelModel.layer
 
-    def fails(self: TensorParallelModel, i: int, *rest: Any) -> Tensor:
-        if (self.rank, i) == (0, 1):
+    def fail(model: TensorParallelModel, i: int, *_: Any) -> None:
+        if (model.rank, i) == (0, 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return layer(self, i, *rest)
 
-    monkeypatch.setattr(TensorParallelModel, "layer", fails)
+    before_calls(monkeypatch, TensorParallelModel, "layer", fail)
     with pytest.raises(DeviceError, match="out of memory"):
         divided_tokens(2, pair.target, prompt_of(6), drafter="none")
 
