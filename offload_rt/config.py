@@ -16,8 +16,6 @@ _UNITS = {
     "ti": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?\s*", re.IGNORECASE)
-
-
 # Fewer bytes without a unit are a forgotten unit.
 _LEAST_WITHOUT_UNIT = 1000
 
@@ -73,9 +71,8 @@ _TYPES: dict[type, tuple[type, str]] = {
 
 def parser_of(item: Field[Any]) -> Callable[[str], Any]:
     """Return the parser of a setting's flag: its own, or the type of its values."""
-    kinds = get_args(item.type) or (item.type,)
-    kind = kinds[0] if kinds[0] in (int, float, bool) else str
-    return item.metadata["parse"] or kind
+    kind, *_ = get_args(item.type) or (item.type,)
+    return item.metadata["parse"] or (kind if kind in (int, float, bool) else str)
 
 
 def check_settings(settings: Any) -> None:
@@ -84,8 +81,7 @@ def check_settings(settings: Any) -> None:
         flag = flag_of(item.name)
         kinds = [kind for kind in get_args(item.type) or (item.type,) if kind is not NoneType]
         value = getattr(settings, item.name)
-        is_absent = value is None and item.default is not MISSING
-        if is_absent or not all(kind in _TYPES for kind in kinds):
+        if (value is None and item.default is not MISSING) or {*kinds} - _TYPES.keys():
             continue
         if isinstance(value, os.PathLike) and str in kinds:
             object.__setattr__(settings, item.name, value := os.fspath(value))
@@ -94,8 +90,7 @@ def check_settings(settings: Any) -> None:
         if not any(isinstance(value, _TYPES[kind][0]) for kind in fitting):
             need = " or ".join(_TYPES[kind][1] for kind in kinds)
             raise SettingsError(f"{flag} is {value!r}", need=need, change=f"change {flag}")
-        choices = item.metadata.get("choices")
-        if choices and value not in choices:
+        if (choices := item.metadata.get("choices")) and value not in choices:
             need = "one of " + ", ".join(choices)
             raise SettingsError(f"{flag} is {value!r}", need=need, change=f"change {flag}")
         least = item.metadata.get("least")
@@ -244,11 +239,6 @@ class EngineConfig:
     def device_nbytes(self) -> int | None:
         """`device_memory` in bytes."""
         return None if self.device_memory is None else parse_size(self.device_memory)
-
-    @property
-    def host_nbytes(self) -> int | None:
-        """`host_memory` in bytes."""
-        return None if self.host_memory is None else parse_size(self.host_memory)
 
     @property
     def kv_nbytes(self) -> int | None:

@@ -27,7 +27,6 @@ class DType(StrEnum):
     BOOL = "bool", 1
 
     def __new__(cls, name: str, itemsize: int) -> "DType":
-        """Create the member `name`."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.itemsize = itemsize

@@ -1,6 +1,7 @@
 """Errors for users: one class per cause, with an exit code.
 
-Each message is a sentence with the required value, the actual value and the setting to change.
+A message names the failed operation (`problem`), the required value (`need`), the actual value
+(`have`), and the setting or file to change (`change`).
 Messages in the code name a setting as a flag, with a value after "=": `--link-format=raw`. Each
 interface names it in its own form. Command lines are in backticks and keep their form.
 """
@@ -39,11 +40,6 @@ INTERRUPTION = "interrupted"
 
 class OffloadError(Exception):
     """A failure of the machine: memory, disk, driver, numbers.
-
-    problem  the failed operation
-    need     required value
-    have     actual value
-    change   setting or file to change
 
     `str` names settings as arguments of Python and fields of requests, `for_command_line` as flags.
     """

@@ -301,8 +301,7 @@ class LLM:
         Raises as `generate` does, and SettingsError for other settings and models.
         """
         self.check_embeddings(pooling)
-        params = SamplingParams(max_tokens=1, temperature=0)
-        requests = self.requests.build_all(prompts, params)
+        requests = self.requests.build_all(prompts, SamplingParams(max_tokens=1, temperature=0))
         pools = [Pooling(pooling == "mean") for _ in requests]
         for request, pool in zip(requests, pools, strict=True):
             request.sequences[0].pooling = pool

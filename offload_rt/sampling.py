@@ -29,11 +29,8 @@ def no_numbers() -> NumericsError:
 
 
 class Context(NamedTuple):
-    """Text before the nodes of a tree.
+    """Text before the nodes of a tree: prompt and answer.
 
-    tokens     tokens of prompt and answer
-    n_prompt   length of the prompt
-    end_ids    tokens that end the answer
     bad_words  `bad_words_ids` of the parameters, and the position of the answer in them
     """
 
@@ -78,7 +75,7 @@ class NodeProbs:
         """
         is_changed = self._change is not None or self.masks is not None
         best = []
-        for part in _parts(*self._range(nodes)):
+        for part in _parts(*nodes.indices(len(self.logits))[:2]):
             values, tokens = largest(self._changed(part) if is_changed else self.logits[part])
             self._check(values)
             best.append(tokens)
@@ -90,12 +87,12 @@ class NodeProbs:
         Rows sum to 1. The temperature is positive.
         Raises NumericsError if a node on a CPU has no possible token.
         """
-        start, stop = self._range(nodes)
+        start, stop, _ = nodes.indices(len(self.logits))
         if self.out is None:
             result = torch.empty_like(self.logits[start:stop], dtype=self._wide)
         else:
             result = self.out[start:stop]
-        is_whole = torch.ones(stop - start, dtype=torch.bool, device=self.device)
+        is_whole = result.new_ones(stop - start, dtype=torch.bool)
 
         def compute(rows: slice | Tensor, nodes: slice | Tensor, n_first: int) -> None:
             part = self._changed(nodes)
@@ -111,19 +108,13 @@ class NodeProbs:
                 compute(left[part], left[part] + start, self.logits.shape[-1])
         return result
 
-    def _range(self, nodes: slice) -> tuple[int, int]:
-        return nodes.indices(len(self.logits))[:2]
-
-    def _paths_of(self, nodes: slice | Tensor) -> Sequence[Sequence[int]]:
-        if isinstance(nodes, slice):
-            return self.paths[nodes]
-        return [self.paths[node] for node in nodes.cpu().tolist()]
-
     def _changed(self, nodes: slice | Tensor) -> Tensor:
-        """Return logits (m, vocabulary) after all changes."""
         part = self.logits[nodes].to(self._wide)
         if self._change is not None:
-            part = self._change(part, self._paths_of(nodes) if self.params.looks_back else ())
+            n = len(self.paths)
+            numbers = range(n)[nodes] if isinstance(nodes, slice) else nodes.cpu().tolist()
+            paths = [self.paths[node] for node in numbers] if self.params.looks_back else ()
+            part = self._change(part, paths)
         if self.masks is not None:
             part = part.masked_fill(rejected(self.masks[nodes], part.shape[1]), -torch.inf)
         return part
@@ -289,7 +280,6 @@ class _Change:
         self._bad, self._allowed, self._bias = placed[4:]
 
     def __call__(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return changed logits (n, vocabulary) for nodes with these paths."""
         pairs = [(row, token) for row, path in enumerate(paths) for token in path]
         on_path = torch.tensor(pairs, dtype=torch.int64)
         early = torch.tensor([len(path) < self._n_early for path in paths], dtype=torch.bool)
@@ -316,8 +306,7 @@ class _Change:
             logits = torch.full_like(logits, -torch.inf).index_copy_(1, self._allowed, allowed)
         if len(self._bad):
             logits = logits.index_fill(1, self._bad, -torch.inf)
-        completed = self._bad_words.ends(paths)
-        if completed:
+        if completed := self._bad_words.ends(paths):
             (cells,) = to_device([torch.tensor(completed, dtype=torch.int64)], logits.device)
             minus_inf = logits.new_full((), -torch.inf)
             logits = logits.index_put((cells[:, 0], cells[:, 1]), minus_inf)

@@ -79,8 +79,8 @@ def test_sizes_are_fractions_with_a_unit_or_numbers():
     for text in ("5", "999", " 24 "):
         with pytest.raises(SettingsError, match=f'write it like "{text.strip()}GiB"'):
             parse_size(text)
-    config = EngineConfig("m", device_memory="22GiB", host_memory=7)
-    assert (config.device_nbytes, config.host_nbytes) == (22 * 2**30, 7)
+    config = EngineConfig("m", device_memory="22GiB", kv_memory=7)
+    assert (config.device_nbytes, config.kv_nbytes) == (22 * 2**30, 7)
     assert EngineConfig("m").device_nbytes is None
 
 

@@ -66,12 +66,9 @@ def load(spec: EngineSpec, trace: Trace, progress: Progress | None = None) -> En
         spec.ranks.compute_together((runner, shared, draft), closes)
         cost = _measure(spec, runner, closes)
         drafter = spec.draft.open_drafter(memory, runner, draft, cost, trace)
+        per_state = state_rows(runner.spec, spec.target.dtype.itemsize)
         scheduler = Scheduler(
-            memory.cache_rows,
-            memory.limits.n_nodes,
-            spec.plan.split,
-            memory.n_sequences,
-            state_rows(runner.spec, spec.target.dtype.itemsize),
+            memory.cache_rows, memory.limits.n_nodes, spec.plan.split, memory.n_sequences, per_state
         )
         if is_streamed:
             reserved = spec.plan.reserved
@@ -141,7 +138,6 @@ def _gather_memory(nbytes: int, device: torch.device) -> None:
 
 
 def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimator:
-    """Measure pass times; plain decoding needs none."""
     moved = spec.pass_bytes
     machine = MachineProfile((("disk", 1.0), ("host", 1.0)), 1.0)
     memory = spec.memory
@@ -159,8 +155,7 @@ def _measure(spec: EngineSpec, runner: Runner, closes: ExitStack) -> CostEstimat
         host.is_on = True  # the pass times exclude the host's computation
         moved = replace(moved, experts=replace(moved.experts, host=host.times))
     n_slots = spec.plan.n_expert_slots
-    target = spec.target.checkpoint.identity
-    experts = profile.experts_bias(target, n_slots, closes) if n_slots else None
-    draft_nbytes = spec.draft.weights_nbytes(spec.plan)
+    identity = spec.target.checkpoint.identity
+    experts = profile.experts_bias(identity, n_slots, closes) if n_slots else None
     view_rows = spec.draft.drafting.view_rows or None
-    return CostEstimator(machine, moved, draft_nbytes, view_rows, experts)
+    return CostEstimator(machine, moved, spec.draft.weights_nbytes(spec.plan), view_rows, experts)

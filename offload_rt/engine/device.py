@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from offload_rt.config import EngineConfig, format_size
+from offload_rt.config import EngineConfig, format_size, parse_size
 from offload_rt.engine.memory_plan import DRIVER, LIBRARIES, READ_BUFFERS, less_margin
 from offload_rt.errors import CapacityError, DeviceError
 from offload_rt.offload.placement import MemoryBudget
@@ -62,7 +62,7 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
     spare = less_margin(memory_free()) // n_local
     if device.type == "cpu":
         limit = memory_limit()
-        nbytes = _checked(config.device_nbytes, "--device-memory", spare, limit)
+        nbytes = _checked(config.device_memory, "--device-memory", spare, limit)
         return MemoryBudget(nbytes, most=limit)
     torch.cuda.empty_cache()  # memory of closed engines is free as well
     is_unified = bool(torch.cuda.get_device_properties(device).is_integrated)
@@ -74,20 +74,20 @@ def memory_budget(config: EngineConfig, device: torch.device, n_local: int = 1) 
     most = max(free_nbytes - DRIVER, 0)
     available = max(less_margin(free_nbytes) - is_unified * spare, 0)
     return MemoryBudget(
-        _checked(config.device_nbytes, "--device-memory", available, most),
-        _checked(config.host_nbytes, "--host-memory", spare, memory_limit()),
+        _checked(config.device_memory, "--device-memory", available, most),
+        _checked(config.host_memory, "--host-memory", spare, memory_limit()),
         LIBRARIES, has_card=True, is_unified=is_unified, buffers=READ_BUFFERS, most=most,
     )  # fmt: skip
 
 
-def _checked(asked: int | None, flag: str, default: int, limit: int) -> int:
+def _checked(asked: str | int | None, flag: str, default: int, limit: int) -> int:
     if asked is None:
         return default
-    if asked > limit:
+    if (nbytes := parse_size(asked)) > limit:
         problem = f"{flag} is more than there is"
-        sizes = {"need": format_size(asked), "have": format_size(limit)}
+        sizes = {"need": format_size(nbytes), "have": format_size(limit)}
         raise CapacityError(problem, **sizes, change=f"lower {flag}")
-    return asked
+    return nbytes
 
 
 def prepare_cuda(nbytes: int, device: torch.device, closes: ExitStack) -> None:

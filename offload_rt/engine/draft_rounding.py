@@ -1,6 +1,7 @@
 """Selection of the draft model's weight format: unquantised, or quantised while it is loaded."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from offload_rt.config import EngineConfig
@@ -73,19 +74,13 @@ def plan_draft(
 
 
 def _fastest(config: EngineConfig, draft: Sizes, fit: Fit) -> PlannedDraft:
-    errors = list[CapacityError]()
     fitting = list[PlannedDraft]()
-    for rounding in _AUTO:
-        sizes = draft.rounded(rounding)
-        try:
-            fitting.append(PlannedDraft(sizes, fit(sizes, config)))
-        except CapacityError as error:
-            errors.append(error)
-            continue
-        if fitting[-1].memory.plan.is_resident:
-            break
+    for sizes in map(draft.rounded, _AUTO):
+        if not (fitting and fitting[-1].memory.plan.is_resident):
+            with suppress(CapacityError):
+                fitting.append(PlannedDraft(sizes, fit(sizes, config)))
     if not fitting:
-        raise errors[0]
+        fit(draft, config)  # raises the error
     per_token = _cost_per_token(fitting, config.max_num_seqs, draft.nbytes)
     best = min(range(len(fitting)), key=per_token.__getitem__)
     return fitting[best if per_token[best] < (1 - _LEAST_GAIN) * per_token[0] else 0]

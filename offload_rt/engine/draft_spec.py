@@ -81,13 +81,11 @@ class DraftSpec:
         return replace(sizes, view_nbytes=sizes.view_nbytes + nbytes)
 
     @property
-    def _is_plain(self) -> bool:
-        return self.checkpoint is not None and self.checkpoint.format.name == "dense"
-
-    @property
     def can_round(self) -> bool:
         """Whether the weights are unquantised and remain unchanged."""
-        return self._is_plain and self.drafting.learning == "off"
+        draft = self.checkpoint
+        is_plain = draft is not None and draft.format.name == "dense"
+        return is_plain and self.drafting.learning == "off"
 
     def rounded(self, rounding: str) -> "DraftSpec":
         """Return the specification with the draft model in a format of `weights.rounding`."""
@@ -96,8 +94,9 @@ class DraftSpec:
     def _check_learning(self) -> None:
         draft = self.checkpoint
         resources = self.drafting.type.resources
-        can_learn = resources.needs_model and resources.view is None and self._is_plain
-        if draft is None or not (can_learn and draft.spec.supports_training):
+        can_learn = resources.needs_model and resources.view is None
+        is_plain = draft is not None and draft.format.name == "dense"
+        if draft is None or not (is_plain and can_learn and draft.spec.supports_training):
             need = "unquantised weights of a whole draft model, of a native family, and trees by it"
             change = "leave it out, or set such a --draft-model"
             raise SettingsError("--learn-draft", need=f"{need} alone", change=change)
@@ -194,8 +193,8 @@ class DraftSpec:
                 runner, n_tokens, n_levels, trace,
                 kind=resources.view, budget=drafting.view_rows, n_rows=memory.view_rows,
             )  # fmt: skip
-            view_identity = f"{drafting.name} {drafting.view_rows}"
-            pair_stats = PairStats.load(identity, view_identity, _SELF_ACCEPTANCE)
+            view = f"{drafting.name} {drafting.view_rows}"
+            pair_stats = PairStats.load(identity, view, _SELF_ACCEPTANCE)
         learner = None
         if draft is not None and drafting.learning != "off":
             kept = pair_stats.pair if drafting.learning == "keep" else None
@@ -208,16 +207,14 @@ class DraftSpec:
         ))  # fmt: skip
 
     def _predictions(self, vocab_size: int) -> StoredPredictions | None:
-        """Read the given file, or the one beside the draft."""
         path = self.drafting.predictions
         if path is None and self.checkpoint is not None:
-            path = self.checkpoint.path / PREDICTIONS_FILE
-            path = path if path.is_file() else None
+            beside = self.checkpoint.path / PREDICTIONS_FILE
+            path = beside if beside.is_file() else None
         return None if path is None else StoredPredictions.read(path, vocab_size)
 
     @property
     def _identity(self) -> str:
-        """Key of the draft's weights in the statistics of pairs."""
         if self.checkpoint is None:
             return COPIES
         rounding = self.drafting.rounding

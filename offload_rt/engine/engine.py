@@ -71,7 +71,7 @@ class Engine(SequencePool):
         sampling fail, finishes with that error. Raises errors that concern all sequences.
         """
         self._admit()
-        while batch := [running for running in self._running if not running.is_finished]:
+        while batch := [running for running in self._running if not running.sequence.finish_reason]:
             try:
                 self._pass(batch)
                 break
@@ -82,7 +82,7 @@ class Engine(SequencePool):
                 for running in batch:
                     self.runner.discard(running.cache)
             self._shrink(batch)
-        for running in [running for running in self._running if running.is_finished]:
+        for running in [running for running in self._running if running.sequence.finish_reason]:
             self._finish(running)
         return bool(self._running or self._waiting)
 
@@ -111,7 +111,7 @@ class Engine(SequencePool):
         decoding = [running for running in batch if running not in prompts]
         trees = self._draft(decoding)
         meter.drafted()
-        steps = [self._tree_step(*pair) for pair in zip(decoding, trees, strict=True)]
+        steps = list(map(self._tree_step, decoding, trees))
         for running, n in prompts.items():
             first = self.runner.n_committed(running.cache)
             tokens = running.sequence.cache_ids[first : first + n]
@@ -122,8 +122,7 @@ class Engine(SequencePool):
         are_finite = self.runner.finish(logits)
         meter.computed()
         states = self.runner.tapped
-        results = zip(decoding, trees, logits, states, are_finite, strict=False)
-        n_new = [self._verify(*result) for result in results]
+        n_new = list(map(self._verify, decoding, trees, logits, states, are_finite))
         prompt_states = states[len(decoding) :]
         for (running, n), prompt_state in zip(prompts.items(), prompt_states, strict=True):
             first = self.runner.n_committed(running.cache)
@@ -139,7 +138,6 @@ class Engine(SequencePool):
             running.sequence.stats.passes.append((times, 0.0, 0))
 
     def _draft(self, decoding: list[RunningSequence]) -> list[DraftTree]:
-        """Propose a tree per sequence; all trees share the nodes of a pass."""
         sizes = [running.n_nodes for running in decoding]
         n_nodes = min(self.scheduler.share(len(decoding)), *sizes)
         sequences = [running.sequence for running in decoding]
@@ -153,16 +151,13 @@ class Engine(SequencePool):
         is_prefill = all(running.sequence.n_new == 0 for running in batch)
         if self.prompt_seconds is None or is_prefill:
             return {}
-        n_rows = sum(running.n_nodes for running in batch)
-        sizes = n_rows + _PROMPT_ROWS
+        sizes = sum(running.n_nodes for running in batch) + np.array([0, *_PROMPT_ROWS])
         context = max(len(running.sequence.tokens) for running in batch)
-        seconds = self.cost.seconds(np.array([n_rows, *sizes]), context, 0.0, len(batch))
-        n_within = int((seconds[1:] - seconds[0] <= self.prompt_seconds).sum())
+        seconds = self.cost.seconds(sizes, context, 0.0, len(batch))
+        n_within = (seconds[1:] - seconds[0] <= self.prompt_seconds).sum()
         n_left = int(_PROMPT_ROWS[max(n_within - 1, 0)])
         parts = {}
-        for running in batch:
-            if running.sequence.n_new > 0:
-                continue
+        for running in (running for running in batch if running.sequence.n_new == 0):
             n_missing = len(self._missing_tokens(running))
             if n_missing > n_left:
                 parts[running] = n_left
@@ -196,7 +191,6 @@ class Engine(SequencePool):
     def _step(
         self, running: RunningSequence, tokens: Tensor, topology: Topology, n_chain: int
     ) -> Step:
-        """Return a step with a chain of `n_chain` tokens above a tree, or alone."""
         n_wanted = len(tokens) - n_chain
         return Step(
             cache=running.cache,
@@ -213,15 +207,12 @@ class Engine(SequencePool):
 
     def _cheap_rows(self) -> int:
         """Return how many rows a pass may have that takes at most twice as long as a plain pass."""
-        sizes = 2 ** np.arange(10)
-        seconds = self.cost.seconds(sizes, 0)
-        return int(sizes[seconds <= 2 * seconds[0]].max())
+        seconds = self.cost.seconds(2 ** np.arange(10), 0)
+        return int(2 ** np.flatnonzero(seconds <= 2 * seconds[0]).max())
 
     def _prompt_reader(self, running: RunningSequence) -> Callable[[Tensor], None] | None:
-        """Return the recorder of prompt log-probabilities; None if not requested."""
         sequence = running.sequence
-        k = sequence.sampling.prompt_logprobs
-        if k is None or sequence.n_new > 0:
+        if (k := sequence.sampling.prompt_logprobs) is None or sequence.n_new > 0:
             return None
         if self.runner.n_committed(running.cache) == 0:
             sequence.logprobs = [None]
@@ -233,7 +224,6 @@ class Engine(SequencePool):
         return record
 
     def _hidden_reader(self, running: RunningSequence, n: int) -> Callable[[Tensor], None] | None:
-        """Return the recorder of the first n rows for an embedding; None if not requested."""
         pooling = running.sequence.pooling
         if pooling is None or running.sequence.n_new > 0:
             return None
@@ -298,15 +288,12 @@ class Engine(SequencePool):
         return NodeProbs(logits[:n], sequence.sampling, context, paths, out, masks)
 
     def _commit(self, running: RunningSequence, verdict: Verdict, states: Tensor) -> None:
-        """Commit the missing tokens and the accepted path; pass their states to the drafter."""
         first = self.runner.n_committed(running.cache)
         n_missing = len(running.sequence.tokens) - 1 - first
         accepted = [n_missing + node for node in verdict.path]
         if self.runner.taps:
-            committed = [states[: n_missing + 1]]
-            if accepted:
-                rows = ops.to_device([torch.tensor(accepted)], states.device)
-                committed.append(states.index_select(0, *rows))
+            rows = ops.to_device([torch.tensor(accepted, dtype=torch.int64)], states.device)
+            committed = states[: n_missing + 1], states.index_select(0, *rows)
             self.drafter.observe(running.sequence, first, committed)
         self.runner.commit(running.cache, [*range(n_missing + 1), *accepted])
 
@@ -315,7 +302,7 @@ class Engine(SequencePool):
         if self._probs is None or len(self._probs) < n:
             n_rows = max(n, *(running.n_nodes for running in self._running))
             wide = torch.promote_types(logits.dtype, torch.float32)
-            self._probs = torch.empty(n_rows, logits.shape[1], dtype=wide, device=logits.device)
+            self._probs = logits.new_empty(n_rows, logits.shape[1], dtype=wide)
         return self._probs[:n]
 
     def _shrink(self, batch: list[RunningSequence]) -> None:

@@ -33,6 +33,11 @@ _NO_ROOM = (
     "images are off: the vision tower does not fit; raise --device-memory, or lower"
     " --max-image-pixels"
 )
+_FP8_ROWS = "keys and values on the {} are rounded to fp8: the output is not exactly the model's"
+_ROUNDED_DRAFT = (
+    "the draft model is quantised to {} while it is loaded, for fewer streamed bytes per token;"
+    " --draft-quantize none keeps its weights"
+)
 
 
 @dataclass(frozen=True)
@@ -157,19 +162,18 @@ def _arithmetic(
 ) -> Arithmetic:
     """Return the arithmetic of products. Raises SettingsError if nothing can round its inputs."""
     rounds = config.activations == "int8"
-    if rounds:
-        matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
-        need = ""
-        have, change = "none", "remove it"
-        if device.type != "cpu" or dtype not in cpu.DTYPES:
-            need = "a model on the CPU in 16 or 32 bits"
-            have, change = f"{device.type} in {dtype}", "set --device and --dtype"
-        elif cpu.library() is None:
-            need = "the CPU library, which is built with a C++ compiler"
-        elif not any(matrix.has_integers for matrix in matrices):
-            need = "weights of quantised GGUF types or int8"
-        if need:
-            raise SettingsError("--activations int8", need=need, have=have, change=change)
+    refused = partial(SettingsError, "--activations int8")
+    matrices = (matrix for block in checkpoint.layers for matrix in block.matrices.values())
+    if rounds and (device.type != "cpu" or dtype not in cpu.DTYPES):
+        need = "a model on the CPU in 16 or 32 bits"
+        have = f"{device.type} in {dtype}"
+        raise refused(need=need, have=have, change="set --device and --dtype")
+    if rounds and cpu.library() is None:
+        need = "the CPU library, which is built with a C++ compiler"
+        raise refused(need=need, have="none", change="remove it")
+    if rounds and not any(matrix.has_integers for matrix in matrices):
+        need = "weights of quantised GGUF types or int8"
+        raise refused(need=need, have="none", change="remove it")
     return Arithmetic(config.torch_products, rounds)
 
 
@@ -190,8 +194,7 @@ def _planned(
         memory = planned.memory
         draft = draft.rounded(planned.rounding)
     else:
-        rounding = fixed_rounding(config, draft.sizes(), draft.can_round)
-        draft = draft.rounded(rounding or "none")
+        draft = draft.rounded(fixed_rounding(config, draft.sizes(), draft.can_round) or "none")
         choice = ranks.choose_draft(ranks.draft_options(draft), fit)
         draft = choice.draft
         max_len = choice.max_model_len or config.max_model_len
@@ -206,27 +209,18 @@ def _planned(
     draft.check_placement(plan)
     target.check_placement(plan)
     files = target.open(plan, "disk" in plan.pass_bytes.at(memory.max_model_len))
+    rounding = draft.drafting.rounding if config.draft_quantize == "auto" else "none"
     notices = (
         device_notice(config.device, target.device),
         *target.notices,
-        _kv_notice(plan),
-        _draft_notice(config, draft),
+        _FP8_ROWS.format(plan.kv_tier) if plan.split and plan.split.format.is_fp8 else "",
+        _ROUNDED_DRAFT.format(rounding) if rounding != "none" else "",
         _lossless_notice(config, target, plan),
     )
     return EngineSpec(
         target, draft, ranks, memory, files, ranks.pass_bytes(plan),
         "\n".join(filter(None, notices)),
     )  # fmt: skip
-
-
-def _draft_notice(config: EngineConfig, draft: DraftSpec) -> str:
-    rounding = draft.drafting.rounding
-    if config.draft_quantize != "auto" or rounding == "none":
-        return ""
-    return (
-        f"the draft model is quantised to {rounding} while it is loaded, for fewer streamed bytes"
-        " per token; --draft-quantize none keeps its weights"
-    )
 
 
 def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> str:
@@ -249,18 +243,7 @@ def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> st
 
 
 def _gpu_rates(target: TargetSpec) -> tuple[float, float]:
-    """Measure the GB/s of the GPU's link and of its memory, before the models are loaded."""
     link_gbps = profile.upload_gbps(target.device)
     memory_gbps = profile.memory_gbps(target.dtype.torch, target.device)
     torch.cuda.empty_cache()
     return link_gbps, memory_gbps
-
-
-def _kv_notice(plan: Plan) -> str:
-    """Return a notice if KV rows are rounded, so the output is not exactly the model's."""
-    if plan.split is None or not plan.split.format.is_fp8:
-        return ""
-    return (
-        f"keys and values on the {plan.kv_tier} are rounded to fp8: the output is not exactly the"
-        " model's"
-    )

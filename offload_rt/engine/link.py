@@ -127,10 +127,10 @@ def _encoded(
     config: EngineConfig, checkpoint: Checkpoint, directory: Path, device: torch.device, others: str
 ) -> LinkFormat:
     on_card = device.type == "cuda"
-    if checkpoint.format.name != "dense":
-        need = "unquantised weights"
-        have = checkpoint.format.name
-        raise SettingsError("--link-format=lossless", need=need, have=have, change="leave it out")
+    if (name := checkpoint.format.name) != "dense":
+        raise SettingsError(
+            "--link-format=lossless", need="unquantised weights", have=name, change="leave it out"
+        )
     if on_card and not extension.serves(torch.empty(0, device=device)):
         problem = f"no kernel decodes lossless weights: {extension.missing()}"
         raise DeviceError(problem, change="use --link-format=raw")

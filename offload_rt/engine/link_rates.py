@@ -110,10 +110,10 @@ def decode_gbps(layer: SidecarLayer, device: torch.device) -> float:
         return nbytes / median(seconds) / 1e9
     decoded = host_block(nbytes).numpy()
 
-    def decode(chunk: tuple[int, int, int, int, int]) -> bool:
-        source, target, n_weights, size, kind = chunk
+    def decode(source: int, target: int, n_weights: int, size: int, kind: int) -> bool:
         return lossless.decode(content[source : source + size], kind, n_weights, decoded[target:])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        seconds = profile.timed(device, lambda: list(pool.map(decode, chunks)))
+        columns = tuple(zip(*chunks, strict=True))
+        seconds = profile.timed(device, lambda: list(pool.map(decode, *columns)))
     return nbytes / median(seconds) / 1e9

@@ -14,7 +14,7 @@ from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CapacityError, UnsupportedModelError
-from offload_rt.kv.split import KVBytes, KVSplit, RowFormat, state_rows
+from offload_rt.kv.split import KVSplit, RowFormat, state_rows
 from offload_rt.models.architecture import Architecture
 from offload_rt.offload.placement import (
     BEST_SLOTS,
@@ -151,14 +151,14 @@ def plan_memory(
     whole = None
     with suppress(CapacityError):
         whole = memory.plan()
-    if whole is not None and whole.plan.is_resident:
-        return whole
+        if whole.plan.is_resident:
+            return whole
 
     def moved(plan: MemoryPlan) -> int:
         return sum(plan.plan.pass_bytes.at(0, config.max_num_seqs).values())
 
     divided = memory.target.by_expert()
-    if divided is not None and divided.experts is not None:
+    if divided is not None:
         # Experts on demand need less than whole layers: their error names the least budget.
         with suppress(CapacityError) if whole is not None else nullcontext():
             by_expert = replace(memory, target=divided).plan_experts()
@@ -263,11 +263,9 @@ class _Memory:
         views = n_rows * spec.kv_nbytes(self.dtype.itemsize) if self.drafting.view_rows else 0
         draft = reserved.draft + views + (self._probs_nbytes(n_nodes) if self.draft else 0)
         reserved = replace(reserved, draft=draft, libraries=self.budget.libraries)
-        graphs = self._graphs(reserved.total, n_nodes) if has_card else 0
-        return replace(reserved, graphs=graphs)
+        return replace(reserved, graphs=self._graphs(reserved.total, n_nodes) if has_card else 0)
 
     def _probs_nbytes(self, n_nodes: int) -> int:
-        """Return the bytes of a draft's distributions, or of the logits changed at once."""
         vocab_size = self.target.spec.vocab_size
         is_kept = self.drafting.type.gives_draft_probs
         n_rows = n_nodes if is_kept else min(n_nodes, changed_rows(vocab_size))
@@ -290,15 +288,14 @@ class _Memory:
 
     def fits_whole(self, max_len: int, n_nodes: int) -> bool:
         """Return whether all KV rows fit on the device, or offloading saves nothing."""
-        whole = self.whole(max_len, n_nodes)
-        kv_limit = self.config.kv_nbytes
-        may_fit = kv_limit is None or whole.cache <= kv_limit
         # Attention inside transformers' code reads neither offloaded rows nor views.
         if not self.target.spec.supports_offloaded_kv:
             return True
-        return (may_fit and self._least(whole) <= self.budget.device) or (
-            whole.cache <= self.divided(max_len, n_nodes).cache
-        )
+        whole = self.whole(max_len, n_nodes)
+        kv_limit = self.config.kv_nbytes
+        may_fit = kv_limit is None or whole.cache <= kv_limit
+        fits = may_fit and self._least(whole) <= self.budget.device
+        return fits or whole.cache <= self.divided(max_len, n_nodes).cache
 
     def place(self, max_len: int, n_nodes: int) -> Plan:
         is_whole = self.fits_whole(max_len, n_nodes)
@@ -330,14 +327,13 @@ class _Memory:
     def _least(self, reserved: ReservedMemory) -> int:
         return least_budget(self.target.layer_nbytes, reserved, self.target.link)
 
-    def _bytes(self, max_len: int, split: KVSplit) -> KVBytes:
-        return split.nbytes(self.target.spec, max_len + split.n_nodes, self.budget.has_card)
-
     def _reserved(self, max_len: int, split: KVSplit) -> ReservedMemory:
-        return replace(self.whole(max_len, split.n_nodes), cache=self._bytes(max_len, split).device)
+        longest = max_len + split.n_nodes
+        nbytes = split.device_nbytes(self.target.spec, longest, self.budget.has_card)
+        return replace(self.whole(max_len, split.n_nodes), cache=nbytes)
 
     def _place(self, max_len: int, split: KVSplit) -> Plan:
-        more = self._bytes(max_len, split).host if self.budget.has_card else 0
+        more = split.host_nbytes(self.target.spec) if self.budget.has_card else 0
         budget = self._with_buffers(more).budget
         if budget.host < budget.buffers:
             problem = "the host memory budget is too small for keys and values"

@@ -160,13 +160,11 @@ def _layer_layouts(
 
 
 def _largest(layouts: Iterable[Layout]) -> Matrix | None:
-    """Return the matrix with the most weights, the first of equal ones; None without matrices."""
     matrices = (matrix for layout in layouts for matrix in layout.matrices.values())
     return max(matrices, key=lambda matrix: math.prod(matrix.shape), default=None)
 
 
 def _scratch_nbytes(layouts: Iterable[Layout], dtype: DType, has_card: bool) -> int:
-    """Return the bytes of the largest temporary copy for compute in `dtype`."""
     return max((layout.scratch_nbytes(dtype, has_card) for layout in layouts), default=0)
 
 

@@ -191,9 +191,8 @@ class Request:
 
     def pieces(self) -> list[Piece]:
         """Return the new tokens since the last call. Raises the error of a failed sequence."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                raise sequence.error
+        if errors := [sequence.error for sequence in self.sequences if sequence.error is not None]:
+            raise errors[0]
         pieces = []
         for i, sequence in enumerate(self.sequences):
             if sequence.n_new > self._n_returned[i]:

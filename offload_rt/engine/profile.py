@@ -198,10 +198,8 @@ def _arrival_gbps(runner: Runner, nbytes: int, n_layers: int = 4) -> float:
         n_prefetched = min(3, len(order) - 1)
         moments = [_now(runner)]
         with closing(runner.streamer.sweep()) as sweep:
-            for _ in islice(
-                (block for block in sweep if block.i in order), n_prefetched + n_layers
-            ):
-                moments.append(_now(runner))
+            streamed = (block for block in sweep if block.i in order)
+            moments += [_now(runner) for _ in islice(streamed, n_prefetched + n_layers)]
         timed_s = max(moments[-1] - moments[n_prefetched], 1e-9)
         seconds = timed_s * len(order) / (len(moments) - 1 - n_prefetched)
     return nbytes / runner.sum_over_stages(seconds) / 1e9
@@ -266,7 +264,7 @@ def seconds_of_passes(runner: Runner, passes: Sequence[tuple[int, int]]) -> list
                 # Different tokens, because a mixture routes them to different experts.
                 tokens = torch.arange(width) % spec.vocab_size
                 step = Step(cache, tokens, Topology.star(width), width, n_before)
-                if not runner.has_graphs:
+                if runner.replay is None:
                     layer_s, head_s = _seconds_of_parts(runner, blocks[:1], step)
                     n = runner.least_of_ranks(min(int(_RUN_S / layer_s), n_adjacent))
                     if n > 1:

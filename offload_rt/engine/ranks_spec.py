@@ -166,8 +166,7 @@ class RanksSpec:
         if must_be_whole or self.split_draft == "off":
             return [whole]
         shard = None
-        optional = () if self.split_draft == "on" else (UnsupportedModelError,)
-        with suppress(*optional):
+        with suppress(*(() if self.split_draft == "on" else (UnsupportedModelError,))):
             shard = self.part(drafting.draft)
         if not ranks.least(shard is not None)[0]:
             return [whole]
@@ -256,8 +255,7 @@ class RanksSpec:
 
     def compute_together(self, objects: Sequence[Any], closes: ExitStack) -> None:
         """Repeat rank 0's calls on further ranks, which exit when `closes` ends."""
-        ranks = self.ranks
-        if ranks is None:
+        if (ranks := self.ranks) is None:
             return
         ranks.has_begun = True
         if ranks.rank > 0:
@@ -286,7 +284,7 @@ def _held_nbytes(sizes: Sizes, parts: Sequence[range], n_rows: int, dtype: DType
 
     def layer_nbytes(i: int) -> int:
         n_numbers = sum(spec.kv_shapes[n].n_numbers for n in spec.kv_layers(i))
-        states = state_nbytes if i in spec.state_layers else 0
+        states = state_nbytes * (i in spec.state_layers)
         return sizes.layer_nbytes[i] + n_rows * n_numbers * dtype.itemsize + states
 
     return [sum(map(layer_nbytes, part)) for part in parts]

@@ -53,7 +53,6 @@ class RequestBuilder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_model_len: int,
     ) -> None:
-        """directory: or GGUF file; tokenizer: None for token ids. Raises CheckpointError."""
         checkpoint = target.checkpoint
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -94,9 +93,9 @@ class RequestBuilder:
             need = f"one SamplingParams or {n}"
             raise SettingsError("generate", need=need, have=str(len(all_params)))
         requests = []
-        for i, prompt in enumerate(items):
+        for i, pair in enumerate(zip(items, all_params, strict=True)):
             try:
-                requests.append(self.build(prompt, all_params[i]))
+                requests.append(self.build(*pair))
             except UserError as error:
                 if n == 1:
                     raise
@@ -149,8 +148,7 @@ class RequestBuilder:
     def check_prompt(self, prompt: EncodedPrompt | abc.Sequence[int]) -> None:
         """Raise PromptError or CapacityError for a prompt that cannot be continued."""
         ids = prompt.ids if isinstance(prompt, ImagePrompt) else prompt
-        n = len(ids)
-        if not n:
+        if not (n := len(ids)):
             raise PromptError("the prompt is empty", need="at least one token", change="add text")
         if n >= self.max_model_len:
             limit = "the model's positions"
@@ -160,8 +158,7 @@ class RequestBuilder:
                 change += ", or raise --max-model-len and --device-memory"
             need = f"at most {self.max_model_len - 1} tokens, one fewer than {limit}"
             raise CapacityError("the prompt is too long", need=need, have=str(n), change=change)
-        wrong = self._unknown_id(ids)
-        if wrong is not None:
+        if (wrong := self._unknown_id(ids)) is not None:
             need = f"ids from 0 to {self._model.vocab_size - 1}"
             change = "use this model's tokenizer"
             raise PromptError(f"token id {wrong} in the prompt", need=need, change=change)
@@ -191,12 +188,10 @@ class RequestBuilder:
         return max(self.max_model_len * longest, 1 << 16)
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
-        """Set None fields to the model's defaults, and encode and check tokens."""
         if not isinstance(params, SamplingParams):
             have = type(params).__name__
             raise SettingsError("sampling_params", need="SamplingParams", have=have)
-        words = [ids for word in params.bad_words for ids in self._bad_word_ids(word)]
-        words = [*params.bad_words_ids, *words]
+        words = chain(params.bad_words_ids, *map(self._bad_word_ids, params.bad_words))
         values = params.left_to(self.defaults)
         params = replace(params, **values, bad_words=(), bad_words_ids=tuple(words))
         self._check_token_ids(params)
@@ -253,7 +248,6 @@ class RequestBuilder:
         return self._with_images(content, media) if media else content
 
     def _with_images(self, text: Any, media: Mapping[str, Any]) -> str | ImagePrompt:
-        """Encode a text with the images of vLLM's "multi_modal_data"."""
         if not isinstance(text, str) or media.keys() - {"image"}:
             have = ", ".join(sorted(media)) if isinstance(text, str) else "token ids"
             raise PromptError("multi_modal_data", need="a text with images", have=have)

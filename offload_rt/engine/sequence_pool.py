@@ -21,15 +21,10 @@ class RunningSequence:
     n_nodes: int
     share: KVShare | None = None
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the sequence has ended."""
-        return self.sequence.finish_reason is not None
-
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Admit waiting sequences while the caches of all sequences fit.
+    """Limits of the sequences that run together.
 
     n_nodes     nodes of all trees of a pass, including roots
     n_states    number of sequences with a reserved recurrent state
@@ -45,16 +40,6 @@ class Scheduler:
     def share(self, n_sequences: int) -> int:
         """Return the nodes per tree for `n_sequences` running sequences."""
         return max(self.n_nodes // n_sequences, 1)
-
-    def admit(self, running: list[RunningSequence], waiting: deque[Sequence]) -> list[Sequence]:
-        """Pop the sequences that fit beside the running sequences."""
-        admitted = list[Sequence]()
-        while waiting:
-            n_nodes = self.share(len(running) + len(admitted) + 1)
-            if not self.fits(running, [*admitted, waiting[0]], n_nodes):
-                break
-            admitted.append(waiting.popleft())
-        return admitted
 
     def fits(self, present: list[RunningSequence], new: list[Sequence], n_nodes: int) -> bool:
         """Return whether new sequences with trees of `n_nodes` fit beside present caches."""
@@ -116,9 +101,12 @@ class SequencePool:
             self._evict(self._kept[0])
 
     def _admit(self) -> None:
-        if self.is_short:
-            return
-        admitted = self.scheduler.admit(self._running, self._waiting)
+        admitted = list[Sequence]()
+        while self._waiting and not self.is_short:
+            n_nodes = self.scheduler.share(len(self._running) + len(admitted) + 1)
+            if not self.scheduler.fits(self._running, [*admitted, self._waiting[0]], n_nodes):
+                break
+            admitted.append(self._waiting.popleft())
         split = self.scheduler.split
         is_alone = len(admitted) == 1 and not self._running
         n_nodes = self.scheduler.share(max(len(self._running) + len(admitted), 1))
@@ -161,7 +149,8 @@ class SequencePool:
         self._kept.sort(key=lambda kept: kept is source)  # evicted last
         if takes_over:
             new.n_rows = max(n_rows, self._kept.pop().n_rows)
-        while self._kept and (self.runner.has_graphs or not self._fits([*self._kept, new], later)):
+        has_graphs = self.runner.replay is not None
+        while self._kept and (has_graphs or not self._fits([*self._kept, new], later)):
             self._evict(self._kept[0])
         if source is None or not takes_over:
             new.cache = self.runner.new_cache(n_rows, is_alone, new.share)
@@ -202,7 +191,7 @@ class SequencePool:
     ) -> bool:
         """Return whether to reuse a kept cache of n common rows instead of copying from it."""
         is_mostly_common = 2 * n >= self.runner.n_committed(source.cache)
-        needs_memory = self.runner.has_graphs or not self._fits([source, new], later)
+        needs_memory = self.runner.replay is not None or not self._fits([source, new], later)
         resized = replace(new, n_rows=max(new.n_rows, source.n_rows))
         return (is_mostly_common or needs_memory) and self._fits([resized], later)
 

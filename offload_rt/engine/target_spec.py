@@ -48,8 +48,8 @@ class TargetFiles:
     """Opened files of the target.
 
     checkpoint  without experts that are separate blocks
-    experts  experts as separate blocks, layer by layer; None if they are part of their layers
-    images   streamed blocks of the vision tower; None if they are resident
+    experts     experts as separate blocks, layer by layer; None if they are part of their layers
+    images      streamed blocks of the vision tower; None if they are resident
     """
 
     checkpoint: Checkpoint

@@ -78,9 +78,8 @@ class SharedMemory(KVMemory):
     def new_cache(
         self, capacity: int, is_alone: bool = False, share: KVShare | None = None
     ) -> KVCache:
-        """See `KVMemory.new_cache`. Other caches need the memory of the shared buffer."""
         if not is_alone or capacity > self.n_rows:
-            self._shared = None
+            self._shared = None  # the new cache needs its memory
             return super().new_cache(capacity)
         self._shared = self._shared or self.new_buffer(self.n_rows)
         self._shared.clear()
@@ -91,8 +90,8 @@ class SharedMemory(KVMemory):
 class GraphRunner:
     """Captured passes of a resident model, by KV buffer and shape.
 
-    limit       largest pass
-    capture     returns the replay of a computation, e.g. a CUDA graph
+    limit         largest pass
+    capture       returns the replay of a computation, e.g. a CUDA graph
     capture_pass  `capture` for complete passes, which ranks capture together
     """
 
@@ -171,9 +170,8 @@ class GraphRunner:
         _most_recent(self._passes[buffer], shape, new_pass).run(rows, self.capture_pass)
         if reduce is None:
             return logits[:n]
-        compute = partial(reduce, logits[: shape.n_rows])
-        key = shape.n_rows, reduce
-        reduction = _most_recent(self._reductions, key, partial(Captured, compute))
+        new = partial(Captured, partial(reduce, logits[: shape.n_rows]))
+        reduction = _most_recent(self._reductions, (shape.n_rows, reduce), new)
         reduction.run(self.capture)
         out: Tensor = reduction.result[:n]
         return out

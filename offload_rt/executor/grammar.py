@@ -29,16 +29,10 @@ Path = tuple[int, ...]
 
 # llguidance panics for longer tokens.
 _MAX_TOKEN_NBYTES = 1024
-
 # Compiling a grammar takes up to 750 times the bytes of its text, and 10 s per MB.
 _MAX_CHARACTERS = 3 << 16
-
 # Options of llguidance. Optional white space would let a model pad its answer forever.
-COMPACT_JSON: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
+COMPACT_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarCompiler:
@@ -168,11 +162,9 @@ class Grammar:
 
     def forced_after(self, path: Path) -> list[int]:
         """Return the forced tokens after a path of further tokens; none after an end token."""
-        if self.ends.intersection(path):
-            return []
         after = self.copy()
-        is_inside = after.matcher.try_consume_tokens(list(path)) == len(path)
-        return after.forced() if is_inside else []
+        n_inside = 0 if self.ends.intersection(path) else after.matcher.try_consume_tokens([*path])
+        return after.forced() if n_inside == len(path) else []
 
     def advance(self, token: int) -> None:
         """Append a generated token. Raises SettingsError if the grammar becomes too complex."""

@@ -72,8 +72,6 @@ class ImageEncoder:
     def with_images(self, chunk: Chunk) -> Chunk:
         """Add the image tokens of a chunk to it."""
         segments = chunk.segments
-        if all(segment.step.images is None for segment in segments):
-            return chunk
         parts = [part for segment in segments for part in segment.image_rows(self.tower.token_id)]
         if all(part.image is None for part in parts):
             return chunk

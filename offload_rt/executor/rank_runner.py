@@ -49,8 +49,7 @@ def _on_all_ranks(method: Method) -> Method:
 
 
 def _send_nothing(*call: Any) -> AbstractContextManager[None]:
-    """Do nothing: further ranks only receive calls."""
-    return nullcontext()
+    return nullcontext()  # further ranks only receive calls
 
 
 @dataclass(eq=False, repr=False)
@@ -102,8 +101,7 @@ class PipelineRunner(RankRunner):
         return times.pipelined(self.ranks.size)
 
     def least_of_ranks(self, n: int) -> int:
-        """See `Runner.least_of_ranks`; stages are timed alone."""
-        return n
+        return n  # stages are timed alone
 
     def sum_over_stages(self, seconds: float) -> float:
         return self.ranks.total(seconds)[0]

@@ -38,11 +38,6 @@ _READ_ROWS = 64
 Result = TypeVar("Result")
 
 
-def _span_name(blocks: Sequence[LayerView]) -> str:
-    first, last = blocks[0].i, blocks[-1].i
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
-
-
 def row_inputs(
     spec: Architecture, segments: Sequence[Segment], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -128,7 +123,8 @@ class Runner:
                     blocks.append(block)
                     if self._continues(block, group):
                         continue
-                    with self.trace.span(COMPUTE, _span_name(blocks)):
+                    several = f"s {blocks[0].i} to" if len(blocks) > 1 else ""
+                    with self.trace.span(COMPUTE, f"layer{several} {block.i}"):
                         self.layers(blocks, hidden, group)
                     keep_tapped(self.taps, tapped, hidden, block.i + 1)
                     for _ in blocks:
@@ -137,8 +133,8 @@ class Runner:
         self.tapped = torch.split(tapped, [step.n_rows for step in steps])
         with self.trace.span(COMPUTE, "head"):
             logits = self.logits(hidden, steps)
-        steps_rows = zip(steps, logits, strict=True)
-        return [step.reduce(rows) if step.reduce else rows for step, rows in steps_rows]
+        pairs = zip(steps, logits, strict=True)
+        return [step.reduce(rows) if step.reduce else rows for step, rows in pairs]
 
     def finish(self, logits: Sequence[Tensor] = ()) -> list[bool]:
         """Wait until the device has finished all queued work; copies continue.
@@ -159,11 +155,6 @@ class Runner:
         self._views.clear()
         self.replay = None
         self.streamer.close()
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether captured passes serve a sequence that runs alone in a shared buffer."""
-        return self.replay is not None
 
     def embed(self, ids: Tensor, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk]]:
         """Embed tokens (n,); return hidden states (n, hidden_size) and chunks with layer inputs."""
@@ -201,8 +192,7 @@ class Runner:
                 hidden[chunk.rows] = out
 
     def _weights(self, block: LayerView) -> LayerWeights:
-        weights = self._views.get(block.i)
-        if weights is None:
+        if (weights := self._views.get(block.i)) is None:
             weights = self.format.view(block.layout, block.data, self.dtype)
         if block.is_resident:
             self._views[block.i] = weights
@@ -241,8 +231,9 @@ class Runner:
         may_move  allow copying rows to another cache
         """
         cache = self._caches[old]
-        if (is_alone or not self.has_graphs) and cache.extend(capacity, n_nodes):
-            if self.has_graphs and cache.buffer is not None:
+        # Captured passes serve a sequence that runs alone in a shared buffer.
+        if (is_alone or self.replay is None) and cache.extend(capacity, n_nodes):
+            if self.replay is not None and cache.buffer is not None:
                 cache.buffer.clear(cache.n_committed)
             return old
         # Copy through host memory: the device may not have memory for both caches.
@@ -345,11 +336,10 @@ class Runner:
                 room -= n
         chunks = []
         stop = 0
+        kernels = [shape.kernel for shape in self.spec.state_shapes[:1]]
         for segments in parts:
             masks = tuple(segment.mask() for segment in segments)
-            rows = slice(stop, stop + segments[-1].rows.stop)
-            stop = rows.stop
-            kernels = [shape.kernel for shape in self.spec.state_shapes[:1]]
+            rows = slice(stop, stop := stop + segments[-1].rows.stop)
             inputs = tuple(segment.inputs(kernel) for segment in segments for kernel in kernels)
             per_row = row_inputs(self.spec, segments, self.dtype)
             chunk = Chunk(rows, tuple(segments), masks, per_row, inputs)

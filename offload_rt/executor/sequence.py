@@ -48,15 +48,12 @@ class Pooling:
 class Sequence:
     """Prompt and generated tokens of a request.
 
-    tokens         prompt and generated tokens
-    n_prompt       prompt length
     max_tokens     limit of prompt plus generated tokens
     end_ids        end tokens of the sampling parameters, and of the model unless ignored
     text           detokenizer with stop strings; None without a tokenizer
     grammar        position in the grammar of structured outputs; None without a grammar
     bad_words      position in the excluded token sequences
     finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
-    error          reason of finish_reason "error"
     pooling        embedding of the prompt; None if not requested
     images         prompt with images; None for texts
     generator      random numbers from the sampling seed, or from a random seed
@@ -152,10 +149,9 @@ class Sequence:
 
         The target's distribution is one-hot there, so that a forward pass decides nothing.
         """
-        if self.grammar is None or self.sampling.logprobs is not None:
-            return
-        while not self.finish_reason and (tokens := self.grammar.forced()):
-            self.extend(tokens)
+        if self.grammar is not None and self.sampling.logprobs is None:
+            while not self.finish_reason and (tokens := self.grammar.forced()):
+                self.extend(tokens)
 
     def n_allowed(self, tokens: Tokens[int]) -> int:
         """Return the number of first tokens that the grammar allows behind the sequence."""

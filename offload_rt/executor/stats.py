@@ -11,10 +11,8 @@ from offload_rt.tree.topology import DraftTree, Topology, Verdict
 class PassTimes:
     """Times of a pass by `time.perf_counter`, link traffic, and the predicted time.
 
-    link_busy_s   seconds of link transfers
-    waited_s      seconds the device waited for layers
-    predicted_s   predicted seconds of drafting, pass and verification; None for prompt passes
-    n_rows        rows of all sequences
+    waited_s     seconds the device waited for layers
+    predicted_s  predicted seconds of drafting, pass and verification; None for prompt passes
     """
 
     started: float
@@ -57,6 +55,5 @@ class SequenceStats:
         for node in (0, *verdict.path):
             for rank in range(min(len(topology.children[node]), N_RANKS)):
                 self.tried[rank] += 1
-        for node in verdict.path:
-            if topology.ranks[node] < N_RANKS:
+            if node and topology.ranks[node] < N_RANKS:
                 self.taken[topology.ranks[node]] += 1

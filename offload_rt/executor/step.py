@@ -163,21 +163,15 @@ class Chunk:
         return rows
 
     def recur(
-        self,
-        layer: int,
-        shape: StateShape,
-        x: Tensor,
-        weight: Tensor,
-        log_decays: Tensor,
-        beta: Tensor,
+        self, layer: int, shape: StateShape, x: Tensor, weight: Tensor, *gates: Tensor
     ) -> Tensor:
-        """See `StateContext.recur`."""
+        """See `StateContext.recur`; gates are its `log_decays` and `beta`."""
         outs = []
         for segment, mask, inputs in zip(self.segments, self.masks, self.inputs, strict=True):
             assert isinstance(segment.cache, RecurrentCache), "models with states use this cache"
-            rows = x[segment.rows], weight, log_decays[segment.rows], beta[segment.rows]
-            n_chain = segment.step.n_chain
-            request = Recurrence(layer, segment.start, n_chain, *rows, inputs, mask)
+            log_decays, beta = (gate[segment.rows] for gate in gates)
+            rows = x[segment.rows], weight, log_decays, beta
+            request = Recurrence(layer, segment.start, segment.step.n_chain, *rows, inputs, mask)
             outs.append(segment.cache.recur(request))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 

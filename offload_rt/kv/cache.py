@@ -1,10 +1,11 @@
 """KV cache of a sequence: committed rows, and pending rows of the current pass."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, takewhile
+from operator import eq
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -115,7 +116,7 @@ class KVCache(ABC):
 
     def commit(self, rows: Sequence[int]) -> None:
         """Commit pending rows, ascending; later rows stay pending only if none was moved."""
-        assert all(a < b for a, b in itertools.pairwise(rows)), "rows ascend"
+        assert all(a < b for a, b in pairwise(rows)), "rows ascend"
         n_in_place = next((i for i, row in enumerate(rows) if row != i), len(rows))
         moved = [row - n_in_place for row in rows[n_in_place:]]
         if moved:
@@ -129,18 +130,14 @@ class KVCache(ABC):
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
         """Keep the longest common prefix of committed tokens and `tokens`; return its length."""
-        n = len(self.committed)
-        if list(tokens[:n]) != self.committed:  # rare; comparing whole lists is fast
-            n = n_shared(self.committed, tokens)
-            del self.committed[n:]
-        return n
+        if list(tokens[: self.n_committed]) != self.committed:  # comparing whole lists is fast
+            del self.committed[n_shared(self.committed, tokens) :]
+        return self.n_committed
 
 
 def n_shared(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    return sum(takewhile(bool, map(eq, a, b)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +170,12 @@ class KVBuffer:
         self, layer: int, rows: slice | Tensor, asked: Attention, mask: ops.TreeMask
     ) -> Tensor:
         """Store k and v in `rows` of a layer; attend with q to the first mask.n_keys rows."""
-        keys = self.keys[layer]
-        values = self.values[layer]
+        parts = self.keys[layer], self.values[layer]
         q = asked.q
         if asked.k is not None and asked.v is not None:
-            q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, keys, values, rows)
-        seen = keys[:, : mask.n_keys], values[:, : mask.n_keys]
-        return ops.tree_attention(q, *seen, mask, asked.scale, asked.softcap, asked.sinks)
+            q = ops.rotate_and_store(q, asked.k, asked.v, asked.rotary, *parts, rows)
+        keys, values = (part[:, : mask.n_keys] for part in parts)
+        return ops.tree_attention(q, keys, values, mask, asked.scale, asked.softcap, asked.sinks)
 
 
 class MovedRows(NamedTuple):
@@ -212,13 +208,11 @@ class ContiguousCache(KVCache):
         cls, model: Architecture, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         """Create an empty cache for `capacity` rows."""
-        groups: dict[KVShape, list[KVShape]] = {}
-        places = list[tuple[int, int]]()
-        for shape in model.kv_shapes:
-            group = groups.setdefault(shape, [])
-            places.append((list(groups).index(shape), len(group)))
-            group.append(shape)
-        buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in groups.values())
+        shapes = model.kv_shapes
+        kinds = list(dict.fromkeys(shapes))
+        places = [(kinds.index(shape), shapes[:i].count(shape)) for i, shape in enumerate(shapes)]
+        groups = ([kind] * shapes.count(kind) for kind in kinds)
+        buffers = (KVBuffer.empty(group, capacity, dtype, device) for group in groups)
         return cls(*buffers, places=places)
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
@@ -252,8 +246,8 @@ class ContiguousCache(KVCache):
 
     def to_host(self) -> MovedRows:
         n = self.n_committed
-        parts = [(buffer.keys[:, :, :n], buffer.values[:, :, :n]) for buffer in self._buffers]
-        rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in parts]
+        pairs = [(buffer.keys[:, :, :n], buffer.values[:, :, :n]) for buffer in self._buffers]
+        rows = [KVBuffer(*(part.to("cpu", copy=True) for part in pair)) for pair in pairs]
         return MovedRows(self.committed, rows, {})
 
     def load(self, moved: MovedRows) -> None:

@@ -99,10 +99,9 @@ class RecurrentCache(ContiguousCache):
         made = super().empty(model, capacity, dtype, device)
         n = len(model.state_shapes)
         made.shape = shape = model.state_shapes[0]
-        sizes = n, shape.n_v_heads, shape.k_dim, shape.v_dim
-        wide = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(sizes, dtype=wide, device=device)
         inputs = torch.zeros(n, shape.kernel - 1, sum(shape.widths), dtype=dtype, device=device)
+        wide = torch.promote_types(dtype, torch.float32)
+        memory = inputs.new_zeros(n, shape.n_v_heads, shape.k_dim, shape.v_dim, dtype=wide)
         made.state = State(memory, inputs)
         return made
 
@@ -176,7 +175,6 @@ class RecurrentCache(ContiguousCache):
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int]) -> None:
-        """See `KVCache.commit`. The first rows must be the rows already added to the state."""
         assert list(rows[: self._n_added]) == list(range(self._n_added)), "chain rows are committed"
         path = [row - self._n_added for row in rows[self._n_added :]]
         if path:
@@ -229,7 +227,6 @@ class RecurrentCache(ContiguousCache):
         self._n_added = 0
 
     def copy_prefix(self, leader: KVCache, tokens: list[int]) -> None:
-        """See `ContiguousCache.copy_prefix`. Limited to positions with an available state."""
         assert isinstance(leader, RecurrentCache), "caches of a model share a class"
         n = len(tokens)
         if n > leader.n_committed:
@@ -242,7 +239,6 @@ class RecurrentCache(ContiguousCache):
         super().copy_prefix(leader, tokens[:n])
 
     def to_host(self) -> MovedRows:
-        """See `ContiguousCache.to_host`. States remain on their device."""
         moved = super().to_host()
         return moved._replace(states={**self._kept, self.n_committed: self.state})
 

@@ -70,9 +70,8 @@ class SparseCache(ContiguousCache):
             return
         for layer in range(len(self.buffer.keys)):
             k, v = self.source.rows(layer, tokens)
-            if turn is not None:
-                k = rotate(k, *turn)
-            self.buffer.keys[layer, :, at : at + len(tokens)] = k
+            keys = k if turn is None else rotate(k, *turn)
+            self.buffer.keys[layer, :, at : at + len(tokens)] = keys
             self.buffer.values[layer, :, at : at + len(tokens)] = v
 
 
@@ -127,8 +126,7 @@ class ChosenCache(SparseCache):
         return self.n_committed if self._is_selecting else self.n_held
 
     def rewind_to(self, tokens: Sequence[int]) -> int:
-        """See `SparseCache.rewind_to`. An interrupted selection restarts."""
-        if self._is_selecting:
+        if self._is_selecting:  # interrupted: start again
             self._is_selecting = False
             self.committed = []
         return super().rewind_to(tokens)
@@ -142,7 +140,6 @@ class ChosenCache(SparseCache):
         return self.first_recent
 
     def commit(self, rows: Sequence[int]) -> None:
-        """See `KVCache.commit`. Completes a selection."""
         super().commit(rows)
         self._is_selecting = False
 
@@ -150,7 +147,6 @@ class ChosenCache(SparseCache):
         return None if self._is_selecting else super().in_place()
 
     def attend(self, asked: Attention, start: int, mask: ops.TreeMask) -> Tensor:
-        """Attend to the rows of the view, or to all source rows during selection."""
         if not self._is_selecting:
             return super().attend(asked, start, mask)
         layer = asked.layer
@@ -178,12 +174,11 @@ class SnapKVCache(ChosenCache):
     @staticmethod
     def select_rows(n: int, q: Tensor, keys: Tensor, scale: float, lse: Tensor) -> Tensor:
         """Sum attention over the last tokens and the heads of a group, then average neighbours."""
-        attention = []
-        # Per head, to bound the memory of the scores.
-        for head_q, k, total in zip(
-            (q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True
-        ):
-            attention.append((head_q @ k.float().T - total[..., None]).exp_().sum((0, 1)))
+        heads = zip((q.float() * scale).unbind(1), keys, lse.unbind(1), strict=True)
+        attention = [  # per head, to bound the memory of the scores
+            (head_q @ k.float().T - total[..., None]).exp_().sum((0, 1))
+            for head_q, k, total in heads
+        ]
         pooled = F.avg_pool1d(torch.stack(attention), _POOL, stride=1, padding=_POOL // 2)
         return pooled.topk(n).indices.sort().values
 

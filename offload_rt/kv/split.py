@@ -40,14 +40,6 @@ LEAST_BUDGET = 32
 
 
 @dataclass(frozen=True)
-class KVBytes:
-    """Bytes of a cache on the device and on the host."""
-
-    device: int
-    host: int
-
-
-@dataclass(frozen=True)
 class RowFormat:
     """Format of an offloaded row of a layer: keys of all heads, then values.
 
@@ -81,10 +73,10 @@ class RowFormat:
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows (n, nbytes) uint8 to keys and values (n_kv_heads, n, head_dim)."""
-        n_scales = 8 * self.n_kv_heads if self.is_fp8 else 0
         shape = (-1, 2, self.n_kv_heads, self.head_dim)
         n = 2 * self.n_kv_heads * self.head_dim
         if self.is_fp8:
+            n_scales = 8 * self.n_kv_heads
             scales = rows[:, :n_scales].view(torch.float32).view(-1, 2, self.n_kv_heads, 1)
             codes = rows[:, n_scales : n_scales + n].view(_FP8.torch).view(shape)
             pair = (codes.float() * scales).to(self.dtype.torch)
@@ -162,8 +154,8 @@ class KVSplit:
         """Bytes of a block of a layer."""
         return self.block_rows * self.format.nbytes
 
-    def nbytes(self, model: Architecture, longest: int, has_card: bool) -> KVBytes:
-        """Return the bytes on device and host.
+    def device_nbytes(self, model: Architecture, longest: int, has_card: bool) -> int:
+        """Return the bytes on the device.
 
         The device stores its rows, the slots, a block under conversion, scores, and a layer's rows
         of a prompt of `longest` rows with a copy being written; on a GPU, two copies.
@@ -174,14 +166,12 @@ class KVSplit:
         staged = longest * (row_nbytes + (1 + has_card) * self.format.nbytes)
         n_heads = model.hidden_size // model.head_dim
         scores = 3 * 4 * min(MAX_SCORES, min(longest, CHUNK_ROWS) * n_heads * self.n_rows)
-        slots = N_SLOTS * self.block_nbytes
-        offloaded = self.n_blocks * self.block_nbytes * model.n_layers
         rows = self.n_on_device * model.kv_nbytes(itemsize)
-        return KVBytes(
-            device=rows + slots + converted + scores + staged,
-            # host slots are needed if the driver refuses to pin
-            host=offloaded + (slots if has_card else 0),
-        )
+        return rows + N_SLOTS * self.block_nbytes + converted + scores + staged
+
+    def host_nbytes(self, model: Architecture) -> int:
+        """Return the bytes on the host of a GPU, with slots if the driver refuses to pin."""
+        return (self.n_blocks * model.n_layers + N_SLOTS) * self.block_nbytes
 
     def streamed(self, tier: str) -> StreamedRows:
         """Return the rows read per pass over the link of a tier."""

@@ -87,7 +87,7 @@ class DraftModel:
         most_rows = ROWS_PER_NODE * n_nodes
         # A tree may outgrow the first tree, when other sequences have ended.
         if known is None or known.sequence is not sequence or known.most_rows < most_rows:
-            if self.runner.has_graphs:  # graphs need a single buffer, so free finished caches
+            if self.runner.replay is not None:  # graphs need a single buffer: free finished caches
                 for old in [old for old in self._states if old.finish_reason]:
                     self.end(old)
             longest = min(sequence.longest, self._limit) + self.max_levels
