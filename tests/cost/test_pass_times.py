@@ -22,10 +22,6 @@ GB = 10**9
 LINKS = (("disk", 2.0), ("host", 20.0))
 
 
-def profile_of(disk: float, host: float, memory: float, fixed: float = 0.0) -> MachineProfile:
-    return MachineProfile((("disk", disk), ("host", host)), memory, fixed)
-
-
 def plan_of(n_layers: int, device: float, host: float | None = None) -> Plan:
     """Place layers of 1 GB; `device` and `host` are memory in GB; `host` None for a CPU."""
     budget = MemoryBudget(int(device * GB), int((host or 0) * GB), has_card=host is not None)
@@ -105,24 +101,6 @@ def test_pass_time_equals_an_event_loop(n, device, host, compute_s, draft_s, exc
     assert predicted / 1.10 - of_disk - 1e-9 <= actual <= 1.03 * predicted + uneven + layers
 
 
-@given(
-    rates=st.tuples(*[st.floats(0.1, 100)] * 3),
-    moved=st.tuples(*[st.integers(0, 10**12)] * 3),
-    fixed=st.floats(0, 1),
-)
-def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
-    disk, host, computed = moved
-    seconds = pass_time(
-        profile_of(*rates, fixed), PassBytes((("disk", disk), ("host", host)), computed)
-    )
-    parts = [nbytes / (rate * 1e9) for nbytes, rate in zip(moved, rates, strict=True)]
-    # Link and compute of about equal length add up to slightly more than either.
-    assert seconds == pytest.approx(max(parts) + fixed, rel=0.1)
-    assert seconds >= (max(parts) + fixed) * (1 - 1e-9)
-    if min(max(parts[:2]), parts[2]) < max(parts) / 2:
-        assert seconds == pytest.approx(max(parts) + fixed, rel=1e-3)
-
-
 @pytest.mark.parametrize(("ahead", "between", "seconds"), [
     (0, 0.0, 4.0),  # the link is the limit
     (GB, 0.5, 4.0),  # the link continues during drafting
@@ -132,9 +110,10 @@ def test_pass_time_equals_its_slowest_stage(rates, moved, fixed):
 ])  # fmt: skip
 def test_slots_hide_drafting_behind_the_link(ahead, between, seconds):
     moved = PassBytes((("disk", 4 * GB),), GB, ahead)
-    drafting = pass_time(profile_of(1.0, 1.0, 2.0), moved, between_s=between)
+    links = (("disk", 1.0), ("host", 1.0))
+    drafting = pass_time(MachineProfile(links, 2.0), moved, between_s=between)
     assert drafting == pytest.approx(seconds, rel=1e-3)
-    assert pass_time(profile_of(1.0, 1.0, 2.0, fixed=between), moved) == drafting
+    assert pass_time(MachineProfile(links, 2.0, fixed_s=between), moved) == drafting
 
 
 def test_touched_experts_grow_with_the_rows_of_a_pass():

@@ -119,8 +119,6 @@ def test_prefix_cache_evicts_the_oldest_first(opened, monkeypatch):
 
 
 LONG = [3 + (7 * k * k) % 90 for k in range(100)]
-
-
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 
 
@@ -158,27 +156,13 @@ def test_long_prompt_is_chunked_while_others_decode(kind, opened, monkeypatch):
     assert len(long.logprobs) - long.n_prompt == 24 or len(long.logprobs) == 24
 
 
-def test_chunked_prompt_has_the_same_logprobs(opened):
-    llm, _ = opened("plain", max_model_len=256, dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    with llm:
-        expected = llm.generate(LONG, params)[0].prompt_logprobs
-        first, long = joined(llm, LONG, 0.0, params)
-        while long.finish_reason is None:
-            llm.engine.step()
-        llm.engine.abort(first)
-    assert len(expected) == len(LONG) and expected[0] is None
-    for logprobs, wanted in zip(long.logprobs[1 : len(LONG)], expected[1:], strict=True):
-        assert {token: entry.logprob for token, entry in logprobs.items()} == {
-            token: pytest.approx(entry.logprob, abs=1e-4) for token, entry in wanted.items()
-        }
-
-
 def test_prompt_takes_one_pass_when_alone_or_in_the_allowed_time(opened):
+    """A prompt in several passes has the same log-probabilities."""
     llm, _ = opened("plain", max_model_len=256, dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
     with llm:
         llm.engine.prompt_seconds = 0.0
-        output = llm.generate(LONG, SamplingParams(temperature=0, max_tokens=4))[0]
+        output = llm.generate(LONG, params)[0]
         assert output.stats.n_passes == 4
         llm.engine.reset_prefix_cache()
         several = joined(llm, LONG, 1e6)
@@ -186,3 +170,13 @@ def test_prompt_takes_one_pass_when_alone_or_in_the_allowed_time(opened):
         assert several[1].n_new == 1
         for sequence in several:
             llm.engine.abort(sequence)
+        first, long = joined(llm, LONG, 0.0, params)
+        while long.finish_reason is None:
+            llm.engine.step()
+        llm.engine.abort(first)
+    nothing, *expected = output.prompt_logprobs
+    assert nothing is None
+    for logprobs, wanted in zip(long.logprobs[1 : len(LONG)], expected, strict=True):
+        assert {token: entry.logprob for token, entry in logprobs.items()} == {
+            token: pytest.approx(entry.logprob, abs=1e-4) for token, entry in wanted.items()
+        }

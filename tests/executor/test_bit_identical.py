@@ -117,17 +117,6 @@ def test_one_call_for_layers_equals_single_operations(
         assert decode.call_count == len(n_layers)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_greedy_texts_do_not_depend_on_trees(zoo, dtype):
-    """Equal logits resolve to the first token, independent of other rows of the pass."""
-    pair = zoo.pair("llama", 0)
-    texts = []
-    for drafter in ("none", "dynamic_tree", "ngram"):
-        with open_llm(pair.target, dtype=dtype, **pair.settings(drafter)) as llm:
-            texts.append(llm.generate(prompt_of(0)).pop().token_ids)
-    assert texts == texts[:1] * 3
-
-
 def test_tree_of_more_than_2048_nodes(zoo):
     """Masks, chunks and caches of a tree beyond the default sizes."""
     prompt = prompt_of(1, 11)

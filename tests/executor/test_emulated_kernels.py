@@ -52,23 +52,14 @@ def served(monkeypatch):
     return served
 
 
-def logits_of_steps(runner):
-    """Logits of a prompt, a tree below it, and a tree below a path of the first tree."""
-    cache = prefill(runner, prompt_of(0, 20), 96)
-    first = random_tree(24, 1, reach=6)
-    logits = [feed(runner, cache, prompt_of(1, 24), first)]
-    runner.commit(cache, [0, *first.path_to(23)])
-    tree = random_tree(9, 2).after_chain(3)
-    return [*logits, feed(runner, cache, prompt_of(2, len(tree)), tree)]
-
-
 def logits_of_passes(runner):
-    """Of a prompt, and of trees of almost the same size, one below the other."""
+    """Of a prompt, and of trees of almost the same size, each below a path of the last."""
     cache = prefill(runner, prompt_of(0, 20), 300)
     logits = []
     for seed, n in enumerate((6, 8, 5, 7, 8)):
-        logits.append(feed(runner, cache, prompt_of(seed, n), random_tree(n, seed)).clone())
-        runner.commit(cache, [0, 1])
+        tree = random_tree(n, seed)
+        logits.append(feed(runner, cache, prompt_of(seed, n), tree).clone())
+        runner.commit(cache, [0, *tree.path_to(n - 1)])
     return logits
 
 
@@ -88,28 +79,21 @@ def bfloat16_model(request, tmp_path):
 
 
 def test_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
-    with open_llm(bfloat16_model) as llm:
-        runner = runner_of(llm)
-        assert runner.dtype == torch.bfloat16
-        mine = logits_of_steps(runner)
-        assert served.counts["tree_attention"] and served.counts["commit_rows"]
-        monkeypatch.undo()
-        before = served.counts.copy()
-        plain = logits_of_steps(runner)
-        assert served.counts == before
-    assert_close(mine, plain)
-
-
-def test_captured_kernel_logits_equal_the_reference(served, monkeypatch, bfloat16_model):
-    """With trees and cache lengths other than at capture, and without a dense mask."""
+    """Directly, and captured with other trees and cache lengths, without a dense mask."""
     monkeypatch.setattr(TreeMask, "dense", None)
     with open_llm(bfloat16_model) as plain, open_llm(bfloat16_model) as graphs:
+        direct = logits_of_passes(runner_of(plain))
+        before = served.counts.copy()
+        assert before["tree_attention"] and before["commit_rows"]
         capture_passes(runner_of(graphs), GraphShape(32, 512, 64), record_graph)
-        mine = logits_of_passes(runner_of(graphs))
+        captured = logits_of_passes(runner_of(graphs))
         # The prompt; the first of the trees, and the one that is captured.
+        served.counts -= before
         assert served.counts["tree_attention"] == 3 * runner_of(graphs).spec.n_layers
         monkeypatch.undo()
-        assert_close(mine, logits_of_passes(runner_of(plain)))
+        expected = logits_of_passes(runner_of(plain))
+    assert_close(direct, expected)
+    assert_close(captured, expected)
 
 
 class Launches(TorchDispatchMode):

@@ -18,6 +18,7 @@ from support.tiny import (
     CASES,
     SMALLER,
     Steady,
+    assert_continued,
     feed,
     generate,
     nearly,
@@ -125,7 +126,7 @@ def test_any_cache_history_equals_a_prefill(runner, n_on_device, chunk_rows, mon
         device, host = (runner._caches[cache_id] for cache_id in ids)
         for step in range(16):
             tokens = tokens[: draw.integers(len(tokens) + 1)] if step in (4, 9) else tokens
-            assert {runner.rewind(cache_id, tokens) for cache_id in ids} == {len(tokens)}
+            assert {runner.rewind(cache_id, [*tokens, -1]) for cache_id in ids} == {len(tokens)}
             poison(device)
             n_lacking = {0: 230, 6: 200, 10: 300}.get(step, int(draw.integers(12)))
             tree = random_tree(N_NODES, step)
@@ -159,6 +160,15 @@ def test_any_cache_history_equals_a_prefill(runner, n_on_device, chunk_rows, mon
 
 def assert_all_blocks_are_free(runner):
     assert len(runner.memory.store._free) == runner.memory.store._n_blocks
+
+
+def test_full_cache_raises_capacity_error(runner):
+    cache = prefill(runner, prompt_of(0, 10), 12)
+    feed(runner, cache, [1, 2], random_tree(2, 0))
+    runner.discard(cache)
+    with pytest.raises(CapacityError, match="13 rows"):
+        feed(runner, cache, [1, 2, 3], random_tree(3, 0))
+    assert runner.n_committed(cache) == 10
 
 
 def test_window_fetches_only_visible_pages(runner):
@@ -201,46 +211,35 @@ def little(pair, drafter, n_rows, **more):
 
 
 @pytest.mark.parametrize("drafter", ["none", "static_tree", "recycle"])
-def test_greedy_tokens_equal_transformers(pair, drafter):
-    """Long and short prompts, alone and in a batch, with layers on disk."""
+def test_greedy_tokens_equal_transformers(pair, monkeypatch, drafter):
+    """Long and short prompts, alone and in a batch, with layers on disk, and a next turn."""
     prompts = [prompt_of(0, 250), prompt_of(1, 30), prompt_of(2, 170)]
-    expected = [generate(pair.model, prompt, N_NEW) for prompt in prompts]
     with LLM(str(pair.target), **little(pair, drafter, 40)) as llm:
         assert llm.plan.split.n_resident > 0 and "disk" in llm.plan.tiers
         assert llm.plan.device_nbytes <= llm.plan.budget.device
+        runner = runner_of(llm)
         params = SamplingParams(max_new_tokens=N_NEW)
         first = llm.generate(prompts[0], params)[0]
-        together = llm.generate(prompts, params)
+        assert_continued([first], pair.model, prompts[:1], N_NEW)
+        passes = watch(monkeypatch, runner)[runner]
+        next_turn = prompts[0] + first.token_ids + prompt_of(3, 6)
+        assert say(llm, next_turn, N_NEW) == generate(pair.model, next_turn, N_NEW)
+        assert passes[0][0] == len(prompts[0]) + N_NEW - 1, "only new tokens are computed"
+        assert [type(cache) for cache in runner._caches.values()] == [HostCache]
+        assert_continued(llm.generate(prompts, params), pair.model, prompts, N_NEW)
+        llm.engine.reset_prefix_cache()
+        assert_all_blocks_are_free(runner)
         rows = llm.plan.pass_bytes.rows
         stats = first.stats
         weights = llm.plan.streamed_nbytes
-    assert [first.token_ids, *(output.token_ids for output in together)] == [expected[0], *expected]
     # What came is the layers and the rows of each pass, and what the slots took in besides.
     least = (stats.n_passes - 1) * (0.9 * weights + rows.pass_nbytes(250) - 8 * rows.nbytes * 3)
     assert least < stats.link_bytes < (stats.n_passes + 3) * (weights + rows.pass_nbytes(320)) * 1.3
 
 
-def test_next_turn_computes_new_tokens_only(pair, monkeypatch):
-    with LLM(str(pair.target), **little(pair, "none", 20)) as llm:
-        runner = runner_of(llm)
-        text = prompt_of(0, 200)
-        n_before = 0
-        passes = watch(monkeypatch, runner)[runner]
-        for turn in range(3):
-            passes.clear()
-            said = say(llm, text, N_NEW)
-            assert said == generate(pair.model, text, N_NEW) and passes[0][0] == n_before
-            assert [type(cache) for cache in runner._caches.values()] == [HostCache]
-            n_before = len(text) + N_NEW - 1
-            text = text + said + prompt_of(turn + 1, 6)
-        llm.engine.reset_prefix_cache()
-        assert_all_blocks_are_free(runner)
-
-
 @pytest.mark.parametrize(("drafter", "pins"), [("recycle", True), ("none", False)])
 def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
     prompts = [prompt_of(0, 150), prompt_of(1, 40)]
-    expected = [generate(pair.model, prompt, 5) for prompt in prompts]
     with fake_gpu(monkeypatch, pins=pins):
         given = little(pair, drafter, 20, device="cuda", host_memory=1 << 30)
         with open_unloaded(pair.target, **given) as unloaded:
@@ -257,7 +256,7 @@ def test_device_and_host_budgets_hold_on_cuda(pair, monkeypatch, drafter, pins):
                     assert counted.most["layers"] <= given["host_memory"] - READ_BUFFERS
             del llm
         assert counted.now["layers"] == 0
-    assert [output.token_ids for output in outputs] == expected
+    assert_continued(outputs, pair.model, prompts, 5)
 
 
 @settings(max_examples=60, **UNCHECKED)
