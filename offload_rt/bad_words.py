@@ -8,12 +8,10 @@ class BadWords:
 
     The time of a position depends on the words that the answer has begun, not on the number of
     words. `copy.copy` returns an independent position.
-
-    singles  words of one token
     """
 
     def __init__(self, words: Iterable[Sequence[int]] = ()) -> None:
-        self.singles: list[int] = []
+        self.singles: list[int] = []  # words of one token
         # A trie: beginnings of words have numbers, 0 is the empty beginning.
         self._longer: dict[tuple[int, int], int] = {}  # by the shorter beginning and its next token
         self._ends: dict[int, list[int]] = {}
@@ -46,5 +44,4 @@ class BadWords:
 
     def _after(self, begun: list[int], token: int) -> list[int]:
         """Return the beginnings with which the text ends after a further token."""
-        longer = (self._longer.get((beginning, token)) for beginning in begun)
-        return [0, *filter(None, longer)]
+        return [0, *filter(None, (self._longer.get((beginning, token)) for beginning in begun))]

@@ -53,10 +53,7 @@ def setting(
     choices: tuple[str, ...] = (),
     least: int | None = None,
 ) -> Any:
-    """Declare a field with help text and choices of its flag, and its least value.
-
-    parse  parser of the flag; None: the type of the field
-    """
+    """Declare a field: help text, parser (see `parser_of`) and choices of its flag, least value."""
     metadata = {"help": text, "parse": parse, "choices": choices, "least": least}
     return field(default=default, metadata=metadata)
 

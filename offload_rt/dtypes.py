@@ -46,5 +46,4 @@ class DType(StrEnum):
         return dtype
 
 
-# By torch's names.
 DTYPES = {dtype.value: dtype for dtype in DType}

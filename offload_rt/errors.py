@@ -133,11 +133,7 @@ class DeviceError(OffloadError):
 
 
 class RankError(OffloadError):
-    """A failure of a different rank.
-
-    rank  the failed rank; None if unknown
-    said  its last message; None if unknown
-    """
+    """A failure of a different rank: its number and last message, None if unknown."""
 
     def __init__(self, problem: str, rank: int | None = None, said: str | None = None) -> None:
         super().__init__(problem)

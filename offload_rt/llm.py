@@ -152,8 +152,7 @@ class LLM:
         try:
             self.spec = plan_engine(config, checkpoint, selected)
         except CapacityError:
-            is_asked = drafting or config.draft_model or config.drafter != "auto"
-            if is_asked or selected.draft is None:
+            if drafting or config.draft_model or config.drafter != "auto" or selected.draft is None:
                 raise
             # The optional draft layer does not fit.
             self.spec = plan_engine(config, checkpoint, pick_drafter(config))

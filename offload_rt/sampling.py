@@ -141,8 +141,7 @@ def largest(rows: Tensor) -> tuple[Tensor, Tensor]:
 def rejected(masks: Tensor, n: int) -> Tensor:
     """Convert masks (rows, words) int32 to (rows, n) bool, True for tokens outside the grammar."""
     if masks.device.type == "cpu":  # 40 times as fast as the shifts below
-        words = (~masks).numpy().view(np.uint8)
-        bits = np.unpackbits(words, axis=1, count=n, bitorder="little")
+        bits = np.unpackbits((~masks).numpy().view(np.uint8), axis=1, count=n, bitorder="little")
         return torch.from_numpy(bits).view(torch.bool)
     places = torch.arange(32, dtype=torch.int32, device=masks.device)
     return (~masks[:, :, None] >> places).bitwise_and_(1).flatten(1)[:, :n].bool()
@@ -206,8 +205,7 @@ def generator_on(device: torch.device, generator: torch.Generator) -> torch.Gene
     """Return a generator for a device, seeded from the host generator; on CPU, the generator."""
     if device.type == "cpu":
         return generator
-    seed = int(torch.randint(2**62, (), generator=generator))
-    return torch.Generator(device).manual_seed(seed)
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> list[int]:
@@ -300,7 +298,6 @@ class _Change:
         return self._mask(logits, paths)
 
     def _mask(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Exclude tokens outside `allowed_token_ids` and last tokens of bad words."""
         if len(self._allowed):
             allowed = logits.index_select(1, self._allowed)
             logits = torch.full_like(logits, -torch.inf).index_copy_(1, self._allowed, allowed)
@@ -308,8 +305,7 @@ class _Change:
             logits = logits.index_fill(1, self._bad, -torch.inf)
         if completed := self._bad_words.ends(paths):
             (cells,) = to_device([torch.tensor(completed, dtype=torch.int64)], logits.device)
-            minus_inf = logits.new_full((), -torch.inf)
-            logits = logits.index_put((cells[:, 0], cells[:, 1]), minus_inf)
+            logits = logits.index_put((cells[:, 0], cells[:, 1]), logits.new_full((), -torch.inf))
         return logits
 
 

@@ -27,6 +27,10 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _each(holds: Callable[[Any], Any]) -> Callable[[Iterable[Any]], bool]:
+    return lambda items: all(map(holds, items))
+
+
 _N_TOKENS = 64
 # Fields of SamplingParams with defaults in the model's generation_config.json.
 LEFT_TO_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -48,22 +52,14 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         ),
         "a number from -100 to 100, or -inf, for each token id",
     ),
-    (
-        "stop",
-        lambda texts: all(isinstance(text, str) and text for text in texts),
-        "texts that are not empty",
-    ),
-    ("bad_words", lambda words: all(word.strip() for word in words), "texts that are not blank"),
+    ("stop", _each(lambda text: isinstance(text, str) and text), "texts that are not empty"),
+    ("bad_words", _each(str.strip), "texts that are not blank"),
     (
         "stop_token_ids allowed_token_ids",
-        lambda ids: all(isinstance(token, int) and token >= 0 for token in ids),
+        _each(lambda token: isinstance(token, int) and token >= 0),
         "token ids",
     ),
-    (
-        "bad_words_ids",
-        lambda words: all(word and min(word) >= 0 for word in words),
-        "non-empty lists of token ids",
-    ),
+    ("bad_words_ids", _each(lambda word: word and min(word) >= 0), "non-empty lists of token ids"),
     ("seed", lambda n: 0 <= n < 2**63, "between 0 and 2**63 - 1"),
 )
 

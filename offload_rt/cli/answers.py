@@ -15,7 +15,7 @@ from offload_rt.system.progress import progress_bar
 
 if TYPE_CHECKING:
     from offload_rt.engine.engine_thread import IndexedPiece
-    from offload_rt.executor.stats import PassTimes
+    from offload_rt.executor.sequence import PassTimes
     from offload_rt.llm import Output, Piece
 
 

@@ -18,7 +18,7 @@ from offload_rt.system.progress import loading_bar
 from offload_rt.tree.topology import Topology
 
 if TYPE_CHECKING:  # A plan does not need them, and importing them lasts seconds.
-    from offload_rt.executor.stats import PassTimes
+    from offload_rt.executor.sequence import PassTimes
     from offload_rt.llm import LLM, Stats
     from offload_rt.system.trace import Trace
 

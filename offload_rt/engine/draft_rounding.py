@@ -110,7 +110,7 @@ def _level_nbytes(plan: PlannedDraft, plain_nbytes: int) -> int:
     sizes = plan.sizes
     assert sizes is not None, "a draft model is planned"
     n_rows = plan.memory.limits.n_nodes / plan.memory.limits.n_levels
-    is_coded = sizes.matrix is None or n_rows <= sizes.matrix.n_coded_rows(sizes.dtype)
-    if not is_coded:
-        return sizes.nbytes + 2 * plain_nbytes
-    return sizes.nbytes if sizes.matrix is None else sizes.nbytes * coded_reads(n_rows)
+    if sizes.matrix is None:
+        return sizes.nbytes
+    is_coded = n_rows <= sizes.matrix.n_coded_rows(sizes.dtype)
+    return sizes.nbytes * coded_reads(n_rows) if is_coded else sizes.nbytes + 2 * plain_nbytes

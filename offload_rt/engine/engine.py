@@ -116,8 +116,7 @@ class Engine(SequencePool):
             first = self.runner.n_committed(running.cache)
             tokens = running.sequence.cache_ids[first : first + n]
             steps.append(self._step(running, torch.tensor(tokens), Topology.chain(n), n))
-        has_prompt = any(running.sequence.n_new == 0 for running in batch)
-        meter.predict(steps, len(decoding), has_prompt)
+        meter.predict(steps, len(decoding), any(running.sequence.n_new == 0 for running in batch))
         logits = self.runner.forward(steps)
         are_finite = self.runner.finish(logits)
         meter.computed()
@@ -148,8 +147,7 @@ class Engine(SequencePool):
 
     def _prompt_parts(self, batch: list[RunningSequence]) -> dict[RunningSequence, int]:
         """Select prompts that exceed the time limit; return their number of rows in this pass."""
-        is_prefill = all(running.sequence.n_new == 0 for running in batch)
-        if self.prompt_seconds is None or is_prefill:
+        if self.prompt_seconds is None or all(running.sequence.n_new == 0 for running in batch):
             return {}
         sizes = sum(running.n_nodes for running in batch) + np.array([0, *_PROMPT_ROWS])
         context = max(len(running.sequence.tokens) for running in batch)
@@ -227,9 +225,8 @@ class Engine(SequencePool):
         pooling = running.sequence.pooling
         if pooling is None or running.sequence.n_new > 0:
             return None
-        if self.runner.n_committed(running.cache) == 0:
-            pooling.restart()
-        return lambda hidden: pooling.add(hidden[:n])
+        is_first = self.runner.n_committed(running.cache) == 0
+        return lambda hidden: pooling.add(hidden[:n], is_first)
 
     def _verify(
         self,

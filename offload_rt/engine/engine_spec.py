@@ -33,6 +33,10 @@ _NO_ROOM = (
     "images are off: the vision tower does not fit; raise --device-memory, or lower"
     " --max-image-pixels"
 )
+_STREAMED_TOWER = (
+    "the vision tower is streamed from disk for each image: it does not fit; raise"
+    " --device-memory to keep it resident"
+)
 _FP8_ROWS = "keys and values on the {} are rounded to fp8: the output is not exactly the model's"
 _ROUNDED_DRAFT = (
     "the draft model is quantised to {} while it is loaded, for fewer streamed bytes per token;"
@@ -91,8 +95,7 @@ def _faster(
     with ExitStack() as closes:
         closes.callback(by_inputs.files.close)
         try:
-            exact = replace(ranks, is_exact=True)
-            by_outputs = _plan(config, checkpoint, drafting, exact)
+            by_outputs = _plan(config, checkpoint, drafting, replace(ranks, is_exact=True))
         except (CapacityError, UnsupportedModelError):  # on all ranks
             closes.pop_all()
             return by_inputs
@@ -123,7 +126,7 @@ def _plan(
         problem = "--host-memory is for pinned memory beside a GPU"
         raise SettingsError(problem, change="on a CPU, set --device-memory alone")
     dtype = compute_dtype(config.dtype, whole)
-    budget = memory_budget(config, device, ranks.n_local)
+    budget = memory_budget(config, device, 1 if ranks.ranks is None else ranks.ranks.n_local)
     if config.pipeline > 1:
         checkpoint = ranks.stage(config, whole, drafting, dtype, budget)
     else:
@@ -212,7 +215,10 @@ def _planned(
     rounding = draft.drafting.rounding if config.draft_quantize == "auto" else "none"
     notices = (
         device_notice(config.device, target.device),
-        *target.notices,
+        target.checkpoint.format.notice,
+        target.checkpoint.spec.notice,
+        target.link.notice,
+        _STREAMED_TOWER if target.streams_images else "",
         _FP8_ROWS.format(plan.kv_tier) if plan.split and plan.split.format.is_fp8 else "",
         _ROUNDED_DRAFT.format(rounding) if rounding != "none" else "",
         _lossless_notice(config, target, plan),
@@ -224,7 +230,6 @@ def _planned(
 
 
 def _lossless_notice(config: EngineConfig, target: TargetSpec, plan: Plan) -> str:
-    """Return the command that encodes streamed layers, if measured rates promise a gain."""
     checkpoint = target.checkpoint
     is_raw = config.link_format == "auto" and target.link.sizes is None and config.pipeline == 1
     empty = torch.empty(0, device=target.device)

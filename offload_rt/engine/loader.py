@@ -125,8 +125,7 @@ class Loader:
         rest = sources.resident.image(spec.n_layers)
         streamer: Streamer
         if self.device.type == "cuda":
-            copies = CopyDevice(self.device, self.chunk_nbytes)
-            streamer = CudaStreamer(sources, trace, copies)
+            streamer = CudaStreamer(sources, trace, CopyDevice(self.device, self.chunk_nbytes))
         else:
             streamer = ThreadStreamer(sources, trace)
         weights = model.format.view(rest.layout, rest.block, dtype)

@@ -71,11 +71,11 @@ def _cache_nbytes(spec: Architecture, n_rows: int, n_nodes: int, itemsize: int, 
 def _draft_nbytes(draft: Sizes, max_len: int, n_nodes: int, n: int) -> int:
     spec = draft.spec
     itemsize = draft.dtype.itemsize
-    n_rows = draft_rows(max_len, n_nodes)
-    cache = _cache_nbytes(spec, n_rows, ROWS_PER_NODE * n_nodes, itemsize, n)
+    n_tree_rows = ROWS_PER_NODE * n_nodes
+    cache = _cache_nbytes(spec, draft_rows(max_len, n_nodes), n_tree_rows, itemsize, n)
     scratch = draft.view_nbytes + spec.scratch_nbytes(n_nodes, n_nodes, itemsize)
     if spec.taps:  # a chunk of a prompt, and the parent states of all tree rows
-        rows = CHUNK_ROWS + ROWS_PER_NODE * n_nodes
+        rows = CHUNK_ROWS + n_tree_rows
         scratch += spec.scratch_nbytes(rows, 0, itemsize) + 4 * rows * spec.hidden_size * itemsize
     return draft.nbytes + cache + scratch
 

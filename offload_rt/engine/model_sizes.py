@@ -1,7 +1,7 @@
 """Sizes of a model in memory, from its checkpoint or from its architecture alone."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -83,16 +83,16 @@ class Sizes:
 
         layers = _layer_layouts(self.spec, layout)
         non_layer = layout(self.spec.non_layer_tensors())
-        blocks = (*layers, non_layer)
         heads = tuple(non_layer.matrices.values())
         head_nbytes = sum(non_layer.by_name[part.name].nbytes for m in heads for part in m.tensors)
         plain_nbytes = sum(math.prod(matrix.shape) for matrix in heads) * dtype.itemsize
+        view_nbytes, host_view_nbytes = _scratch_nbytes((*layers, non_layer), dtype)
         return replace(
             self,
             layer_nbytes=tuple(layer.nbytes for layer in layers),
             non_layer_nbytes=non_layer.nbytes,
-            view_nbytes=max(self.view_nbytes, _scratch_nbytes(blocks, dtype, True)),
-            host_view_nbytes=max(self.host_view_nbytes, _scratch_nbytes(blocks, dtype, False)),
+            view_nbytes=max(self.view_nbytes, view_nbytes),
+            host_view_nbytes=max(self.host_view_nbytes, host_view_nbytes),
             rounding=rounding,
             head_share=head_nbytes / plain_nbytes if heads else 1.0,
             matrix=_largest(layers),
@@ -102,15 +102,11 @@ class Sizes:
     def of_checkpoint(cls, checkpoint: Checkpoint, dtype: DType) -> "Sizes":
         """Return the sizes of stored tensors, for compute in `dtype`."""
         blocks = [block.layout for block in checkpoint.blocks]
-        return cls(
-            spec=checkpoint.spec,
-            layer_nbytes=tuple(layer.nbytes for layer in checkpoint.layers),
-            non_layer_nbytes=checkpoint.non_layer.nbytes,
-            dtype=dtype if checkpoint.spec.taps else checkpoint.dtype,
-            view_nbytes=_scratch_nbytes(blocks, dtype, True),
-            host_view_nbytes=_scratch_nbytes(blocks, dtype, False),
-            matrix=_largest(blocks[: len(checkpoint.layers)]),
-        )
+        layers = tuple(layer.nbytes for layer in checkpoint.layers)
+        nbytes = layers, checkpoint.non_layer.nbytes
+        stored = dtype if checkpoint.spec.taps else checkpoint.dtype
+        views = _scratch_nbytes(blocks, dtype)
+        return cls(checkpoint.spec, *nbytes, stored, *views, matrix=_largest(blocks[: len(layers)]))
 
     @classmethod
     def of_copies(cls, spec: Architecture, layers: Iterable[Tensors]) -> "Sizes":
@@ -141,15 +137,10 @@ class Sizes:
             return packed_layout(tensors, matrices)
 
         layers = _layer_layouts(spec, layout)
-        return cls(
-            spec=spec,
-            layer_nbytes=tuple(layer.nbytes for layer in layers),
-            non_layer_nbytes=n_weights(spec.non_layer_tensors()) * dtype.itemsize,
-            dtype=dtype,
-            view_nbytes=_scratch_nbytes(layers, dtype, True),
-            host_view_nbytes=_scratch_nbytes(layers, dtype, False),
-            matrix=_largest(layers),
-        )
+        nbytes = tuple(layer.nbytes for layer in layers)
+        rest_nbytes = n_weights(spec.non_layer_tensors()) * dtype.itemsize
+        views = _scratch_nbytes(layers, dtype)
+        return cls(spec, nbytes, rest_nbytes, dtype, *views, matrix=_largest(layers))
 
 
 def _layer_layouts(
@@ -164,8 +155,10 @@ def _largest(layouts: Iterable[Layout]) -> Matrix | None:
     return max(matrices, key=lambda matrix: math.prod(matrix.shape), default=None)
 
 
-def _scratch_nbytes(layouts: Iterable[Layout], dtype: DType, has_card: bool) -> int:
-    return max((layout.scratch_nbytes(dtype, has_card) for layout in layouts), default=0)
+def _scratch_nbytes(layouts: Sequence[Layout], dtype: DType) -> tuple[int, int]:
+    """Return the bytes of the largest copy for compute in `dtype`, on a card and on a CPU."""
+    on_card = max((layout.scratch_nbytes(dtype, True) for layout in layouts), default=0)
+    return on_card, max((layout.scratch_nbytes(dtype, False) for layout in layouts), default=0)
 
 
 def _expert_nbytes(sizes: Sizes, i: int) -> int:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload_rt.executor.sequence import Sequence
-from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.sequence import PassTimes, Sequence
 from offload_rt.sampling import Logprob
 from offload_rt.tree.topology import Topology
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.executor.runner import Runner
-from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.sequence import PassTimes
 from offload_rt.executor.step import Step
 from offload_rt.system.trace import DRAFT, VERIFY, Trace
 
@@ -31,6 +31,7 @@ class PassMeter:
     def drafted(self) -> None:
         """Mark the end of drafting."""
         self._drafted = time.perf_counter()
+        self._draft_s = self._drafted - self._started
         self._trace.add(DRAFT, "tree", self._started, self._drafted)
 
     def predict(self, steps: Sequence[Step], n_trees: int, has_prompt: bool) -> None:
@@ -38,8 +39,8 @@ class PassMeter:
         self._n_rows = sum(step.n_rows for step in steps)
         self._context = max(self._runner.n_committed(step.cache) for step in steps)
         self._n_trees = n_trees
-        draft_s = self._drafted - self._started
-        seconds = self._cost.seconds(np.array([self._n_rows]), self._context, draft_s, n_trees)
+        n_rows = np.array([self._n_rows])
+        seconds = self._cost.seconds(n_rows, self._context, self._draft_s, n_trees)
         self._predicted_s = None if has_prompt else float(seconds[0])
 
     def computed(self) -> None:
@@ -51,14 +52,13 @@ class PassMeter:
         ended = time.perf_counter()
         self._trace.add(VERIFY, f"{n_tokens} tokens of {n_nodes} nodes", self._computed, ended)
         nbytes, busy_s, waited_s, n_experts = (self._counts() - self._counts_before).tolist()
-        draft_s = self._drafted - self._started
         pass_s = ended - self._started
         predicted_s = self._predicted_s
         if predicted_s is not None:  # prompts say nothing about later passes
             # Plain decoding measures no profile: its first pass is the first measurement.
             predicted_s = predicted_s if self._cost.is_measured else pass_s
             gbps = nbytes / busy_s / 1e9 if busy_s > 0 else 0.0
-            size = self._n_rows, self._context, draft_s
+            size = self._n_rows, self._context, self._draft_s
             self._cost.passed(*size, pass_s, gbps, self._n_trees, int(n_experts))
         moments = self._started, self._drafted, self._computed, ended
         return PassTimes(*moments, int(nbytes), busy_s, waited_s, predicted_s, self._n_rows)

@@ -55,8 +55,7 @@ _MARGIN = 1.05
 def read_settings(layers: Sequence[BlockRecord]) -> ReadSettings:
     """Return the fastest read settings for these blocks, measured once per disk and cached."""
     disk = str(layers[0].tensors[0].path.stat().st_dev)
-    measure = partial(_measure_settings, layers[:2])
-    return ReadSettings(*remembered("disk.json", 1, disk, measure))
+    return ReadSettings(*remembered("disk.json", 1, disk, partial(_measure_settings, layers[:2])))
 
 
 def remembered(file: str, version: int, key: str, measure: Callable[[], Any]) -> Any:
@@ -100,8 +99,7 @@ def memory_gbps(dtype: torch.dtype, device: torch.device, n_rows: int = 1) -> fl
     height = beyond_caches(device) // dtype.itemsize // width // n_rows
     matrix = torch.ones(height, width, dtype=dtype, device=device)
     vectors = torch.ones(n_rows, width, dtype=dtype, device=device)
-    seconds = timed(device, lambda: linear(vectors, matrix))
-    return matrix.nbytes / median(seconds) / 1e9
+    return matrix.nbytes / median(timed(device, lambda: linear(vectors, matrix))) / 1e9
 
 
 def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
@@ -175,10 +173,9 @@ def experts_bias(target: str, n_slots: int, closes: ExitStack) -> ExpertsBias:
     counts = read_cached(_EXPERTS, 1).get(key)
     bias = ExpertsBias.restore(*counts) if counts else ExpertsBias()
 
-    def save() -> None:
-        write_cached(_EXPERTS, 1, read_cached(_EXPERTS, 1) | {key: bias.counts()})
-
-    closes.callback(save)
+    closes.callback(
+        lambda: write_cached(_EXPERTS, 1, read_cached(_EXPERTS, 1) | {key: bias.counts()})
+    )
     return bias
 
 

@@ -76,11 +76,6 @@ class RanksSpec:
         """Join the process group; all ranks call this together."""
         return cls(joined(), config.pipeline, config.exact_parallel, config.split_draft)
 
-    @property
-    def n_local(self) -> int:
-        """Ranks on this machine."""
-        return 1 if self.ranks is None else self.ranks.n_local
-
     # Parts of the models
 
     def part(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -104,8 +99,7 @@ class RanksSpec:
         sizes = Sizes.of_checkpoint(checkpoint, dtype)
         n_rows = config.max_model_len or SHORTEST_CONTEXT
         whole = _stage(checkpoint, range(checkpoint.spec.n_layers), ranks)
-        stage = Sizes.of_checkpoint(whole, dtype)
-        target = replace(sizes, non_layer_nbytes=stage.non_layer_nbytes)
+        target = replace(sizes, non_layer_nbytes=Sizes.of_checkpoint(whole, dtype).non_layer_nbytes)
         draft = None
         if drafting.draft is not None:
             draft = Sizes.of_checkpoint(drafting.draft, drafting.draft_dtype(dtype))
@@ -140,9 +134,8 @@ class RanksSpec:
         if self.ranks is None or self.pipeline == 1:
             return plan.pass_bytes
         if plan.split is not None:
-            change = "raise --device-memory, or lower --max-model-len"
             problem = "a pipeline keeps keys and values on its devices, with two slots for layers"
-            raise CapacityError(problem, change=change)
+            raise CapacityError(problem, change="raise --device-memory, or lower --max-model-len")
         return _total_pass_bytes(plan, self.ranks)
 
     # Placement of the draft model

@@ -52,8 +52,7 @@ class Scheduler:
         n_rows += self.state_rows * (len(present) + len(new) - self.n_states)
         n_tree_rows = sum(running.n_nodes for running in present) + n_nodes * len(new)
         # A draft model's cache needs two rows per node; its plan assumes a single largest tree.
-        has_draft_rows = n_rows + n_tree_rows <= self.cache_rows + self.n_nodes
-        return n_rows <= self.cache_rows and has_draft_rows
+        return n_rows <= self.cache_rows and n_rows + n_tree_rows <= self.cache_rows + self.n_nodes
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

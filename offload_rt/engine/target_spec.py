@@ -37,10 +37,6 @@ from offload_rt.weights.lossless import EncodedImage, EncodedLayer, encode_layer
 _CONVERT = "run `offload-rt convert` first"
 # A block of the vision tower is read while the previous block is computed.
 _TOWER_SLOTS = 2
-_STREAMED_TOWER = (
-    "the vision tower is streamed from disk for each image: it does not fit; raise"
-    " --device-memory to keep it resident"
-)
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,6 @@ class TargetSpec:
         """Whether the device packs layers, so their sizes differ from the file."""
         return self.device.type == "cuda" or self.link.sizes is not None
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Notices about format, architecture and link; empty strings if there are none."""
-        return (
-            self.checkpoint.format.notice,
-            self.checkpoint.spec.notice,
-            self.link.notice,
-            _STREAMED_TOWER if self.streams_images else "",
-        )
-
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes with whole layers."""
@@ -109,7 +95,6 @@ class TargetSpec:
 
     @property
     def _image_nbytes(self) -> int:
-        """Bytes of the vision tower, its activations, and the features of kept images."""
         tower = self.checkpoint.spec.images
         if not self.checkpoint.images or tower is None:
             return 0
@@ -163,8 +148,7 @@ class TargetSpec:
             checkpoint, records = divided
             experts = DiskTier(records, settings, self.device.type == "cuda", self.mirrors)
         if self.link.sidecar and experts is None:
-            decodes = self.device.type == "cpu"
-            disk = SidecarTier(self.link.sidecar, settings, decodes, self.mirrors)
+            disk = SidecarTier(self.link.sidecar, settings, self.device.type == "cpu", self.mirrors)
         else:
             disk = DiskTier(checkpoint.layers, settings, mirrors=self.mirrors)
         return TargetFiles(checkpoint, disk, experts, images)
@@ -263,8 +247,9 @@ class TargetSpec:
         rest = resident.image(first)
         n_kept = KEPT_IMAGES * tower.most_tokens(self.image_pixels)
         streamer = runner.streamer.share_link(sources, IMAGES)
-        parts = view(rest.layout, rest.block), streamer, view, self.device, n_kept, runner.trace
-        return loader.closes.enter_context(closing(ImageEncoder(tower, *parts)))
+        loader.closes.enter_context(closing(streamer))
+        weights = view(rest.layout, rest.block)
+        return ImageEncoder(tower, weights, streamer, view, self.device, n_kept, runner.trace)
 
 
 def compute_dtype(name: str, checkpoint: Checkpoint) -> DType:
@@ -288,10 +273,9 @@ def _encode(loader: Loader, stored: DiskTier, i: int, planned: int) -> PackedLay
     image = encode_layer(loader.reader(stored, i)(), stored.n_parallel)
     if len(image.block) > planned:
         problem = f"layer {i} shrinks less than its sample"
-        need = format_size(len(image.block))
         have = f"{format_size(planned)} planned"
         change = f"{_CONVERT}, or use --link-format=raw"
-        raise CapacityError(problem, need=need, have=have, change=change)
+        raise CapacityError(problem, need=format_size(len(image.block)), have=have, change=change)
     return image
 
 

@@ -90,7 +90,6 @@ class SharedMemory(KVMemory):
 class GraphRunner:
     """Captured passes of a resident model, by KV buffer and shape.
 
-    limit         largest pass
     capture       returns the replay of a computation, e.g. a CUDA graph
     capture_pass  `capture` for complete passes, which ranks capture together
     """
@@ -124,8 +123,7 @@ class GraphRunner:
                 break
             nodes = torch.arange(width)
             per_row = self.model.spec.row_inputs(nodes, nodes + 1, buffer.keys.dtype)
-            mask = ops.make_tree_mask(nodes.numpy() - 1, 0, 0)
-            rows = PassRows(nodes * 0, nodes, per_row, mask)
+            rows = PassRows(nodes * 0, nodes, per_row, ops.make_tree_mask(nodes.numpy() - 1, 0, 0))
             for _ in range(2):
                 self.forward(buffer, rows)
 

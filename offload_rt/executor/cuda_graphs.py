@@ -26,10 +26,7 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True)
 class ResidentModel:
-    """A model with all layers on the device.
-
-    taps  layer counts after which hidden states are kept for a drafter
-    """
+    """A model with all layers on the device; `taps` as in `Runner`."""
 
     spec: Architecture
     layers: Sequence[LayerWeights]
@@ -64,10 +61,7 @@ class PassRows:
 
 @dataclass(frozen=True)
 class GraphInputs(PassRows):
-    """Inputs at fixed addresses for passes up to a shape. The mask's tensors change per pass.
-
-    block  uint8 memory of all inputs
-    """
+    """Inputs in a `block` of memory for passes up to a shape. The mask changes per pass."""
 
     block: Tensor
 
@@ -115,12 +109,9 @@ class GraphInputs(PassRows):
 
 
 class Captured:
-    """A computation that runs directly first, is captured second, and is replayed afterwards.
+    """A computation that runs directly first, is captured second, and is replayed afterwards."""
 
-    result  of the latest run that was no replay
-    """
-
-    result: Any = None
+    result: Any = None  # of the latest run that was no replay
     _n_runs = 0
     _replay: Replay | None = None
 

@@ -57,17 +57,12 @@ class ImageEncoder:
                 features = self.tower.features(self.weights, blocks, inputs)
                 deque(blocks, maxlen=0)  # release the last block
             assert len(features.rows) == len(image.rows), "a row per image token"
-        self._kept[image.key] = features
-        self._kept.move_to_end(image.key)
-        n_rows = sum(len(kept.rows) for kept in self._kept.values())
-        while len(self._kept) > 1 and n_rows > self.max_rows:
-            _, oldest = self._kept.popitem(last=False)
-            n_rows -= len(oldest.rows)
+        kept = self._kept
+        kept[image.key] = features
+        kept.move_to_end(image.key)
+        while len(kept) > 1 and sum(len(part.rows) for part in kept.values()) > self.max_rows:
+            kept.popitem(last=False)
         return features
-
-    def close(self) -> None:
-        """Stop all transfers."""
-        self.blocks.close()
 
     def with_images(self, chunk: Chunk) -> Chunk:
         """Add the image tokens of a chunk to it."""
@@ -83,10 +78,8 @@ class ImageEncoder:
         self, non_layer: LayerWeights, ids: Tensor, chunk: Chunk
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Embed tokens (n,) of a chunk with images; see `Architecture.embed`."""
-        parts = []
-        for image, rows in chunk.images:
-            if image is None:
-                parts.append(self.tower.plain(non_layer, self.device))
-            else:
-                parts.append(self.features(image).part(rows))
+        parts = [
+            self.features(image).part(rows) if image else self.tower.plain(non_layer, self.device)
+            for image, rows in chunk.images
+        ]
         return self.tower.embed(non_layer, ids, chunk.row_inputs[0], ImageFeatures.cat(parts))

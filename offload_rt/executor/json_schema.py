@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, starmap
 from typing import Any
 from urllib.parse import unquote
@@ -107,8 +108,7 @@ def _name_properties(node: Json, names: Json) -> None:
         allowed = {name: known.get(name, rest) for name in texts if isinstance(name, str)}
         node |= {"properties": allowed, "additionalProperties": False}
     elif words == {"pattern"} and not known:
-        allowed = {str(names["pattern"]): rest}
-        node |= {"patternProperties": allowed, "additionalProperties": False}
+        node |= {"patternProperties": {str(names["pattern"]): rest}, "additionalProperties": False}
     elif words or names.get("type", "string") != "string":
         return
     del node["propertyNames"]
@@ -135,10 +135,10 @@ def _target(root: Json, reference: Any) -> Any:
     return target
 
 
+@dataclass
 class _Comparison:
-    def __init__(self, root: Json) -> None:
-        self._root = root
-        self._n_left = _MAX_COMPARISONS
+    _root: Json
+    _n_left: int = _MAX_COMPARISONS
 
     def excludes(self, a: Any, b: Any, depth: int = 0) -> bool:
         """Whether certainly no value satisfies both schemas."""
@@ -162,7 +162,6 @@ class _Comparison:
         return any(all(self.excludes(part, other, depth) for part in group) for group in groups)
 
     def _excludes_values(self, a: Json, b: Json, depth: int) -> bool:
-        """Whether types, constants or required properties exclude each other."""
         values_a, values_b = _values(a), _values(b)
         common = values_a.keys() & values_b.keys()
         for kind in common - {"object"}:
@@ -177,8 +176,7 @@ class _Comparison:
 
     def _excludes_objects(self, whole: Json, other: Json, depth: int) -> bool:
         """Whether a required property of the first schema excludes objects of the second."""
-        is_open = "patternProperties" in other
-        rest = True if is_open else other.get("additionalProperties", True)
+        rest = True if "patternProperties" in other else other.get("additionalProperties", True)
         given, known = (_object(schema.get("properties")) for schema in (whole, other))
         names = filter(lambda name: isinstance(name, str), _list(whole.get("required")))
         return any(
@@ -209,6 +207,5 @@ def _values(schema: Json) -> dict[str, Any]:
         if kind in ("array", "object"):
             values[kind] = None
         elif kind in kinds:
-            text = json.dumps(int(constant) if is_whole else constant)
-            values.setdefault(kind, set()).add(text)
+            values.setdefault(kind, set()).add(json.dumps(int(constant) if is_whole else constant))
     return values

@@ -92,11 +92,7 @@ class PipelineRunner(RankRunner):
 
     @_on_all_ranks
     def overlap(self, times: ComputeTimes) -> ComputeTimes:
-        """Split the rows of a pass into parts that overlap on all ranks.
-
-        times  measured times of a pass, which decide the number of parts
-        Returns the times of passes in parts.
-        """
+        """Split passes into parts that overlap on all ranks, by measured times; return theirs."""
         self._times = times
         return times.pipelined(self.ranks.size)
 
@@ -109,8 +105,7 @@ class PipelineRunner(RankRunner):
     def _chunk_size(self, n_rows: int) -> int:
         if self._times is None:
             return self._chunk_rows
-        n_parts = self._times.n_parts(n_rows, self.ranks.size)
-        return min(self._chunk_rows, -(-n_rows // n_parts))
+        return min(self._chunk_rows, -(-n_rows // self._times.n_parts(n_rows, self.ranks.size)))
 
     def _groups(self, chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
         """Send chunks through the stages separately, unless they share a sweep over the link."""

@@ -1,4 +1,4 @@
-"""Sequence state: tokens, sampling parameters, finish reason."""
+"""Sequence state: tokens, sampling parameters, finish reason, statistics."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -8,39 +8,84 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload_rt.bad_words import BadWords
+from offload_rt.cost.tree_size import N_RANKS
 from offload_rt.executor.grammar import Grammar
-from offload_rt.executor.stats import SequenceStats
 from offload_rt.models.image_prompt import ImagePrompt
 from offload_rt.ops.noise import NoiseRows
 from offload_rt.sampling import Logprob, token_logprobs
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.text.detokenize import TextStream
+from offload_rt.tree.topology import DraftTree, Topology, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Times of a pass by `time.perf_counter`, link traffic, and the predicted time.
+
+    waited_s     seconds the device waited for layers
+    predicted_s  predicted seconds of drafting, pass and verification; None for prompt passes
+    """
+
+    started: float
+    drafted: float
+    computed: float
+    ended: float
+    link_nbytes: int
+    link_busy_s: float
+    waited_s: float
+    predicted_s: float | None
+    n_rows: int
+
+
+@dataclass
+class SequenceStats:
+    """Statistics of a sequence; its passes may be shared with further sequences.
+
+    passes             (times, expected tokens, actual tokens) per pass; the first is the prefill
+    n_nodes, n_levels  sums over all trees
+    topology           largest tree, the latest among equals
+    last               last tree, and its accepted nodes without the root
+    tried, taken       per sibling rank: existing and accepted children of reached nodes
+    """
+
+    passes: list[tuple[PassTimes, float, int]] = field(default_factory=list)
+    n_nodes: int = 0
+    n_levels: int = 0
+    topology: Topology = field(default_factory=lambda: Topology.chain(1))
+    last: tuple[Topology, Tokens[int]] = field(default_factory=lambda: (Topology.chain(1), ()))
+    tried: list[int] = field(default_factory=lambda: [0] * N_RANKS)
+    taken: list[int] = field(default_factory=lambda: [0] * N_RANKS)
+
+    def add_tree(self, tree: DraftTree, verdict: Verdict) -> None:
+        """Record the verdict on a tree."""
+        topology = tree.topology
+        self.last = topology, verdict.path
+        self.n_nodes += len(topology)
+        self.n_levels += topology.n_levels
+        self.topology = max(topology, self.topology, key=len)
+        for node in (0, *verdict.path):
+            for rank in range(min(len(topology.children[node]), N_RANKS)):
+                self.tried[rank] += 1
+            if node and topology.ranks[node] < N_RANKS:
+                self.taken[topology.ranks[node]] += 1
 
 
 @dataclass(eq=False)
 class Pooling:
-    """Embedding: mean or last of the normed hidden states of a prompt.
-
-    is_mean  mean of all tokens; otherwise the last token
-    """
+    """Embedding: mean or last of the normed hidden states of a prompt."""
 
     is_mean: bool
-    _sum: Tensor | None = field(default=None, init=False)
+    _sum: Tensor = field(init=False)
 
-    def restart(self) -> None:
-        """Forget all rows."""
-        self._sum = None
-
-    def add(self, hidden: Tensor) -> None:
-        """Add the next rows, (n, hidden_size)."""
+    def add(self, hidden: Tensor, is_first: bool) -> None:
+        """Add the next rows, (n, hidden_size); is_first: forget earlier rows."""
         rows = hidden.float()
-        if self._sum is None or not self.is_mean:
+        if is_first or not self.is_mean:
             self._sum = torch.zeros_like(rows[0])
         self._sum += rows.sum(0) if self.is_mean else rows[-1]
 
     def vector(self) -> Tensor:
         """Return the embedding: (hidden_size,) float32 of length 1, on the host."""
-        assert self._sum is not None, "the prompt was computed"
         return F.normalize(self._sum.cpu(), dim=0)  # the mean has the same direction
 
 

@@ -75,19 +75,17 @@ class KVCache(ABC):
         """Extend to `capacity` rows, with trees of `n_nodes`, in place; return success."""
         return capacity <= self.capacity
 
-    def copy_prefix(  # noqa: B027  # default: the rows are recomputed
-        self, leader: "KVCache", tokens: list[int]
-    ) -> None:
+    def copy_prefix(self, leader: "KVCache", tokens: list[int]) -> None:
         """Start with tokens of a leader cache, which has their rows or computes them next pass."""
 
     def to_host(self) -> "MovedRows | None":
         """Copy the committed tokens and rows to host memory, if the cache supports it."""
         return None
 
-    def load(self, moved: "MovedRows") -> None:  # noqa: B027  # default: the rows are recomputed
+    def load(self, moved: "MovedRows") -> None:
         """Load tokens and rows saved by `to_host`, if the cache supports it."""
 
-    def close(self) -> None:  # noqa: B027  # default: nothing shared
+    def close(self) -> None:
         """Return shared memory."""
 
     @property
@@ -189,7 +187,6 @@ class MovedRows(NamedTuple):
 class ContiguousCache(KVCache):
     """Cache with all rows on the compute device, in a buffer per distinct layer shape.
 
-    more    further buffers
     places  (buffer index, layer index within the buffer) of each layer
     """
 

@@ -123,8 +123,7 @@ class RecurrentCache(ContiguousCache):
         taps = [inputs[kernel - 1 - offset :][:n_chain] for offset in range(kernel)]
         if n_chain < len(asked.x):
             tree_taps = [inputs[rows] for rows in asked.inputs[n_chain:].unbind(1)]
-            pairs = zip(taps, tree_taps, strict=True)
-            taps = list(map(torch.cat, pairs)) if n_chain else tree_taps
+            taps = list(map(torch.cat, zip(taps, tree_taps, strict=True))) if n_chain else tree_taps
         mixed = torch.split(convolve(taps, asked.weight).to(memory.dtype), list(shape.widths), 1)
         dims = shape.k_dim, shape.k_dim, shape.v_dim
         q, k, v = (part.view(len(part), -1, dim) for part, dim in zip(mixed, dims, strict=True))
@@ -239,8 +238,7 @@ class RecurrentCache(ContiguousCache):
         super().copy_prefix(leader, tokens[:n])
 
     def to_host(self) -> MovedRows:
-        moved = super().to_host()
-        return moved._replace(states={**self._kept, self.n_committed: self.state})
+        return super().to_host()._replace(states={**self._kept, self.n_committed: self.state})
 
     def load(self, moved: MovedRows) -> None:
         super().load(moved)

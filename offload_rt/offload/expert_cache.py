@@ -148,10 +148,10 @@ class ExpertCache(ABC):
     def _in_transfer(self) -> tuple[set[int], int]:
         """Return wanted blocks in transfer, and the number of further blocks in transfer."""
 
-    def _sort(self) -> None:  # noqa: B027  # default: copies start at once
+    def _sort(self) -> None:  # default: copies start at once
         """Prioritize predicted blocks now wanted; cancel other prefetches not yet started."""
 
-    def _computed(self, slot: int) -> None:  # noqa: B027  # default: compute has finished
+    def _computed(self, slot: int) -> None:  # default: compute has finished
         """Record that all compute on a slot is enqueued."""
 
     @abstractmethod

@@ -5,8 +5,7 @@ from collections.abc import Sequence as Batch
 import numpy as np
 
 from offload_rt.cost.estimator import CostEstimator
-from offload_rt.executor.sequence import Sequence
-from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.sequence import PassTimes, Sequence
 
 # Share of the time of plain passes that drafted passes may lose.
 _SHARE = 0.01

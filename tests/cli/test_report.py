@@ -12,7 +12,7 @@ from offload_rt.cli import report, run
 from offload_rt.cli.format import format_speed
 from offload_rt.cli.format import report as run_report
 from offload_rt.errors import TraceError
-from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.sequence import PassTimes
 from offload_rt.system import trace
 from offload_rt.system.trace import COMPUTE, DRAFT, LINK, SLOTS_FULL, VERIFY, WAIT, slot_lane, waits
 

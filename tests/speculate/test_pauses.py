@@ -8,7 +8,7 @@ from support.heads import VOCAB, few_tokens, random_head
 from support.tiny import Steady, assert_continued, open_llm, prompt_of, sequence_of
 
 from offload_rt import SamplingParams
-from offload_rt.executor.stats import PassTimes
+from offload_rt.executor.sequence import PassTimes
 from offload_rt.speculate import head_model
 from offload_rt.speculate.pauses import Pauses
 from offload_rt.speculate.protocols import Drafter
