@@ -44,15 +44,6 @@ def spoil(llm, monkeypatch, prompt, after):
     return spoiled
 
 
-async def gathered(llm, prompts, params):
-    """Return the tokens or the error of each concurrent stream."""
-
-    async def collect(prompt, params):
-        return [token async for piece in llm.astream(prompt, params) for token in piece.token_ids]
-
-    return await asyncio.gather(*map(collect, prompts, params), return_exceptions=True)
-
-
 def sequences(*prompts):
     return [Sequence([*prompt], PARAMS, 128) for prompt in prompts]
 
@@ -135,7 +126,14 @@ def test_error_of_a_task_does_not_reach_other_tasks(speaking, monkeypatch):
         break_for(engine_module, "NodeProbs", lambda _, sampling: sampling.logit_bias)
         break_for(TextStream, "add", lambda text, _: text._stop and text.text)
         break_for(Sequence, "read", lambda sequence, _: sequence.sampling.prompt_logprobs)
-        first, *others = asyncio.run(gathered(llm, prompts, params))
+
+        async def tokens(*request):
+            return [token async for piece in llm.astream(*request) for token in piece.token_ids]
+
+        async def together():
+            return await asyncio.gather(*map(tokens, prompts, params), return_exceptions=True)
+
+        first, *others = asyncio.run(together())
         assert first == expected
         assert [type(error) for error in others] == [ZeroDivisionError] * 3
         assert [str(error) for error in others] == ["NodeProbs", "add", "read"]

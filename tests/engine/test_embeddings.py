@@ -47,7 +47,13 @@ def test_embeddings_equal_those_of_transformers(model, pair, monkeypatch, poolin
         assert torch.allclose(llm.embed(TEXTS, pooling), vectors, atol=1e-5)
         llm.generate(prompts, SamplingParams(max_tokens=2))
         n_passes = llm.engine.n_passes
-        monkeypatch.setattr(llm.engine, "_prompt_parts", parts_of(llm.engine, 1))
+
+        def parts(batch):
+            """Divide the first prompt beside others, as a server does."""
+            is_long = len(batch) > 1 and len(llm.engine._missing_tokens(batch[0])) > 1
+            return {batch[0]: 1} if is_long else {}
+
+        monkeypatch.setattr(llm.engine, "_prompt_parts", parts)
         assert torch.allclose(llm.embed(prompts[:2], pooling), vectors[:2], atol=1e-5)
         assert llm.engine.n_passes == n_passes + 2, "a pass with a part, one with the rest"
         with pytest.raises(SettingsError, match="pooling"):
@@ -65,16 +71,6 @@ def test_a_server_refuses_embeddings_of_other_models_before_loading(tmp_path, mo
     assert serve.main(arguments) == 2
     err = capfd.readouterr().err
     assert err.count("\n") == 1 and "embeddings: needs a native model" in err
-
-
-def parts_of(engine, n):
-    """Divide the first prompt into parts of n tokens beside others, as a server does."""
-
-    def parts(batch):
-        is_long = len(batch) > 1 and len(engine._missing_tokens(batch[0])) > n
-        return {batch[0]: n} if is_long else {}
-
-    return parts
 
 
 def test_embeddings_over_http(model, pair):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import speaking_checkpoint
+from support.gguf_files import build
 from support.texts import N_NEW, assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
     CASES,
@@ -24,22 +25,17 @@ from support.tiny import (
 )
 from transformers import LlamaForCausalLM
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.cli import run
-from offload_rt.config import EngineConfig
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
+from offload_rt.ops import cpu
 from offload_rt.speculate.protocols import Drafter
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Topology
 
 pytestmark = pytest.mark.numeric
-
-SAMPLED = SamplingParams(
-    max_new_tokens=24, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1,
-    seed=5,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "place"), zip(CASES, cycle(PLACES)))
@@ -75,7 +71,7 @@ def test_batch_rows_equal_solo_runs(tmp_path, monkeypatch, place):
         SamplingParams(max_new_tokens=1),
         SamplingParams(max_new_tokens=40),
         SamplingParams(max_new_tokens=17, temperature=1.0, seed=3),
-        SAMPLED,
+        SamplingParams(24, 0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.1, seed=5),
         SamplingParams(max_new_tokens=30, stop=("a", "e", "o", "t")),
         SamplingParams(max_new_tokens=30, temperature=1.5, seed=3, stop=(" ", "u", "n")),
     ]
@@ -106,36 +102,6 @@ def test_batch_rows_equal_solo_runs(tmp_path, monkeypatch, place):
 def measured(sequence):
     """The tokens of each of its passes that was predicted."""
     return [n for times, _, n in sequence.stats.passes if times.predicted_s is not None]
-
-
-@pytest.mark.parametrize("drafter", ["none", "adaptive_tree"])
-def test_sequences_join_and_leave_a_running_batch(pair, drafter):
-    """Sequences equal their solo runs while others join or are aborted, and leave no cache."""
-    prompts = [prompt_of(seed, n) for seed, n in enumerate((4, 21, 9, 15, 7))]
-    params = [SamplingParams(max_new_tokens=n) for n in (30, 12, 25, 40, 18)]
-    if drafter == "none":  # with trees, other numbers of nodes spend the random numbers differently
-        params[2] = SamplingParams(max_new_tokens=25, temperature=1.0, seed=3)
-    with open_llm(pair.target, max_model_len=256, **pair.settings(drafter)) as llm:
-        solo = alone(llm, prompts, params)
-        engine = llm.engine
-        caches = engine.runner._caches
-        joins = {0: [0], 3: [1, 2], 5: [3], 14: [4]}
-        sequences = {}
-        for n_step in range(100):
-            for i in joins.get(n_step, ()):
-                sequences[i] = llm.requests.build(prompts[i], params[i]).sequences[0]
-                engine.add(sequences[i])
-            if n_step == 8:
-                engine.abort(sequences[3])
-            engine.step()
-        assert not engine.step()
-        engine.reset_prefix_cache()
-        assert not caches
-    got = [sequences[i].tokens[sequences[i].n_prompt :] for i in range(5)]
-    assert all(got[i] == solo[i][0] for i in (0, 1, 2, 4))
-    assert 0 < len(got[3]) < 40 and got[3] == solo[3][0][: len(got[3])]
-    assert all(measured(sequences[i]) for i in range(5))
-    assert len(sequences[1].stats.passes) <= 12
 
 
 def test_prompt_passes_do_not_train_the_cost_model(zoo, monkeypatch):
@@ -213,16 +179,16 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
 
 
 def test_length_limits_end_with_length(zoo):
-    prompt = prompt_of(0)
-    text = zoo.greedy("llama", 0)
+    prompts = [prompt_of(0), prompt_of(0), prompt_of(0, 39)]
+    params = [SamplingParams(max_new_tokens=n) for n in (3, 64, 64)]
     with open_llm(zoo.directory("llama", 0), max_model_len=40) as llm:
-        for n, n_new in ((3, 3), (64, 40 - len(prompt))):
-            output = llm.generate(prompt, SamplingParams(max_new_tokens=n)).pop()
-            assert (output.token_ids, output.finish_reason) == (text[:n_new], "length")
-        last = llm.generate(prompt_of(0, 39), SamplingParams(max_new_tokens=64)).pop()
-        assert (len(last.token_ids), last.finish_reason) == (1, "length")
+        outputs = llm.generate(prompts, params)
         with pytest.raises(CapacityError, match="39"):
             llm.generate(prompt_of(0, 40))
+    model = zoo.model("llama", 0)
+    for prompt, output, n_new in zip(prompts, outputs, (3, 19, 1), strict=True):
+        assert output.token_ids == generate(model, prompt, n_new)
+        assert output.finish_reason == "length"
 
 
 @pytest.mark.parametrize(("prompts", "error"), [
@@ -237,6 +203,37 @@ def test_invalid_prompt_is_refused_before_any_pass(zoo, prompts, error):
             llm.generate([[1], [2]], [SamplingParams()] * 3)
         with pytest.raises(PromptError, match="stop"):
             llm.generate([1], SamplingParams(stop=("x",)))
+
+
+NEEDS_LIBRARY = pytest.mark.skipif(cpu.library() is None, reason="needs a C++ compiler")
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("type", ["Q4_0", "Q8_0"])
+def test_rounded_activations_have_the_logits_of_plain_decoding_in_trees(type, tmp_path):
+    """Other logits than exact products."""
+    path = tmp_path / "m.gguf"
+    build(path, CASES["llama"].build(0), type)
+    params = SamplingParams(max_tokens=24, temperature=0, logprobs=5, ignore_eos=True)
+
+    def logprobs(activations, drafter):
+        with open_llm(path, activations=activations, drafter=drafter, dtype="float32") as llm:
+            return llm.generate(prompt_of(0), params)[0].logprobs
+
+    plain = logprobs("int8", "none")
+    assert plain == logprobs("int8", "recycle") != logprobs("exact", "none")
+
+
+@NEEDS_LIBRARY
+def test_activations_are_rounded_only_for_integer_codes_on_a_cpu(zoo, tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match="quantised GGUF types or int8, has none"):
+        open_llm(zoo.directory("llama", 0), activations="int8")
+    build(tmp_path / "m.gguf", CASES["llama"].build(0), "Q8_0")
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    with pytest.raises(SettingsError, match="needs the CPU library"):
+        open_llm(tmp_path / "m.gguf", activations="int8")
+    with pytest.raises(SettingsError, match=r"16 or 32 bits, has cpu in torch\.float64"):
+        open_llm(tmp_path / "m.gguf", activations="int8", dtype="float64")
 
 
 # The distribution of sampled texts
@@ -293,14 +290,6 @@ def test_joint_distribution_of_sampled_tokens(tmp_path):
     texts = [text for batch in plain for text in batch]
     for n, prompt in enumerate(prompts):
         assert_distribution(texts[n::2], exact_distribution(model, prompt, params[n]))
-
-
-def test_loading_progress_reports_all_bytes(zoo):
-    """Also if alignment makes a block longer than its data."""
-    told = []
-    config = EngineConfig(str(zoo.directory(next(iter(CASES)), 0)))
-    LLM.from_config(config, progress=lambda done, total: told.append((done, total))).close()
-    assert told[-1][0] == told[-1][1] > 0 and told == sorted(told)
 
 
 def test_json_lists_all_answers_as_outputs(tmp_path, capsys):

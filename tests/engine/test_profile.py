@@ -25,7 +25,6 @@ from bench.models.tiny import config_of, random_model
 from offload_rt import LLM
 from offload_rt.engine import link_rates, profile
 from offload_rt.engine.memory_plan import READ_BUFFERS
-from offload_rt.executor.runner import Runner
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.system.files import read_cached
 from offload_rt.weights.layout import PAGE
@@ -42,29 +41,17 @@ def test_memory_rate_is_measured_beyond_the_caches(monkeypatch):
     assert linear.call_args.args[1].nbytes == 16 << 20, "at most a quarter of free memory"
 
 
-@pytest.mark.parametrize("open_, sizes", [(open_llm, {1, 6}), (open_streamed, {1})])
-def test_adjacent_layers_are_timed_as_one_call_unless_streamed(zoo, monkeypatch, open_, sizes):
-    run = Runner.layers
-    timed = set()
-
-    def layers(self: Runner, blocks: list, *arguments: object) -> None:
-        timed.add(len(blocks))
-        run(self, blocks, *arguments)
-
-    with open_(zoo.directory("llama", 0)) as llm:
-        monkeypatch.setattr(Runner, "layers", layers)
-        monkeypatch.setattr(profile, "_RUN_S", 1e6)  # however slow the machine is
-        runner = llm.engine.runner
-        assert runner.do(profile.seconds_of_passes, [(1, 8)])[0] > 0
-    assert timed == sizes
-
-
 def test_streamed_and_resident_passes_have_their_own_times(zoo, monkeypatch, tmp_path):
+    """Adjacent layers are timed as one call unless they are streamed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for n, open_ in enumerate((open_llm, open_streamed, open_llm), 1):
+    monkeypatch.setattr(profile, "_RUN_S", 1e6)  # however slow the machine is
+    for n, (open_, sizes) in enumerate(((open_llm, {1, 6}), (open_streamed, {1})) * 2):
         with open_(zoo.directory("llama", 0), drafter="none") as llm:
+            layers = Mock(wraps=llm.engine.runner.layers)
+            monkeypatch.setattr(llm.engine.runner, "layers", layers)
             profile.pass_profile(llm.engine.runner, llm.spec.pass_bytes, (8, 64))
-        assert len(read_cached("passes.json", profile._PASSES_VERSION)) == min(n, 2)
+        assert {len(call.args[0]) for call in layers.call_args_list} == sizes
+        assert len(read_cached("passes.json", profile._PASSES_VERSION)) == min(n + 1, 2)
 
 
 def test_gpu_rates_use_cuda_events(monkeypatch):
@@ -123,11 +110,10 @@ def test_no_layer_is_read_while_passes_are_timed(tmp_path, monkeypatch):
         assert len(n_reads) == n_before > 0
         return seconds
 
-    monkeypatch.setattr(
-        DiskTier,
-        "reads",
-        lambda tier, i, into: [partial(slow, i, read) for read in reads(tier, i, into)],
-    )
+    def slow_reads(tier, i, into):
+        return [partial(slow, i, read) for read in reads(tier, i, into)]
+
+    monkeypatch.setattr(DiskTier, "reads", slow_reads)
     monkeypatch.setattr(profile, "_seconds_of_parts", watched)
     random_model(config_of("llama")).save_pretrained(tmp_path)
     with open_streamed(tmp_path, drafter="none") as llm:

@@ -107,12 +107,6 @@ def new_caches(runner):
     return caches
 
 
-def poison(cache):
-    """Overwrite all rows of a device cache that are not committed."""
-    for rows in (cache.buffer.keys, cache.buffer.values):
-        rows[:, :, cache.n_committed :] = torch.nan
-
-
 @pytest.mark.parametrize(
     ("n_on_device", "chunk_rows"), [(N_NODES + 8, 512), (N_NODES + 8, 40), (150, 512), (400, 4)]
 )
@@ -127,7 +121,8 @@ def test_any_cache_history_equals_a_prefill(runner, n_on_device, chunk_rows, mon
         for step in range(16):
             tokens = tokens[: draw.integers(len(tokens) + 1)] if step in (4, 9) else tokens
             assert {runner.rewind(cache_id, [*tokens, -1]) for cache_id in ids} == {len(tokens)}
-            poison(device)
+            for rows in (device.buffer.keys, device.buffer.values):
+                rows[:, :, device.n_committed :] = torch.nan
             n_lacking = {0: 230, 6: 200, 10: 300}.get(step, int(draw.integers(12)))
             tree = random_tree(N_NODES, step)
             new = prompt_of(step, n_lacking + N_NODES)
