@@ -289,8 +289,10 @@ class Engine(SequencePool):
         n_missing = len(running.sequence.tokens) - 1 - first
         accepted = [n_missing + node for node in verdict.path]
         if self.runner.taps:
-            rows = ops.to_device([torch.tensor(accepted, dtype=torch.int64)], states.device)
-            committed = states[: n_missing + 1], states.index_select(0, *rows)
+            committed = [states[: n_missing + 1]]
+            if accepted:
+                rows = ops.to_device([torch.tensor(accepted)], states.device)
+                committed.append(states.index_select(0, *rows))
             self.drafter.observe(running.sequence, first, committed)
         self.runner.commit(running.cache, [*range(n_missing + 1), *accepted])
 
