@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ops.test_dequantize import arguments as dequantize_arguments
-from support import drafted
+from support import languages
 from support.coded_matrices import random_blocks
 from support.fake_gpu import record_graph
 from support.tiny import random_tree
@@ -286,7 +286,7 @@ def test_verify(kernels, leaf_to_root):
     kinds = set()
     for seed in range(60):
         vocabulary = (12, 37, 1000, 3001)[seed // 4 % 4]
-        tree, target, _ = drafted.random_case(seed, torch.float32, vocabulary)
+        tree, target, _ = languages.random_case(seed, torch.float32, vocabulary)
         generator = torch.Generator().manual_seed(seed)
         noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64, generator=generator)
         end = verified(kernels, leaf_to_root, tree, target, noise)
@@ -465,7 +465,7 @@ def samples(device):
     blocks, shape = random_blocks("Q4_K", 1)
     stack = torch.randn(3, 24, 96, device=device).bfloat16()[:2]
     store = torch.randn(2, 2, 20, 64, device=device)
-    tree, target, _ = drafted.random_case(3, torch.float32)
+    tree, target, _ = languages.random_case(3, torch.float32)
     candidates = residual.candidates(tree)
     noise = torch.rand(len(tree.topology) + 1, dtype=torch.float64)
     arrays, noise = arguments(candidates, noise, torch.device(device))

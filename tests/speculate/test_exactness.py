@@ -9,14 +9,15 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from support.drafted import child_probs, random_case
 from support.languages import (
     RECIPES,
     Language,
     Outcomes,
+    child_probs,
     distribution_under,
     languages,
     outcomes,
+    random_case,
     target_probs,
 )
 from support.tiny import assert_drawn, sequence_of

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -86,50 +86,80 @@ class Recipe:
     is_sampled: np.ndarray
     independent: bool = False
 
-    def trees(self, draft: Language, text: tuple = ()) -> Iterator[tuple[DraftTree, float]]:
-        """Every tree it can become after `text`, with its probability."""
-        # Parents first, and of siblings the deterministic before the sampled.
-        depths, parents = self.topology.depths, self.topology.parents
-        nodes = range(1, len(self.topology))
-        order = sorted(nodes, key=lambda i: (depths[i], parents[i], self.is_sampled[i]))
+    def trees(self, draft: Language) -> Iterator[tuple[DraftTree, float]]:
+        """Every tree it can become, with its probability."""
+        return every_run(lambda draw: self._grow(lambda _, text: draft.after(text), draw))
 
-        def grow(draw: Draw) -> DraftTree:
-            texts = {0: text}
-            for node in order:
-                probs = self._probs_of(draft, node, texts)
-                texts[node] = (*texts[int(parents[node])], draw(enumerate(probs.tolist())))
-            return self._finish(draft, texts)
+    def drawn(self, draft_probs: Tensor, seed: int) -> DraftTree:
+        """A tree of nodes with these distributions (n, vocabulary)."""
+        rng = np.random.default_rng(seed)
 
-        return every_run(grow)
+        def draw(outcomes: Iterable[tuple[Any, float]]) -> Any:
+            values, probs = zip(*outcomes, strict=True)
+            return rng.choice(values, p=probs)
 
-    def _probs_of(self, draft: Language, node: int, texts: dict[int, tuple]) -> Tensor:
-        parent = int(self.topology.parents[node])
-        q = draft.after(texts[parent])
-        siblings = self.topology.children[parent]
-        if not self.is_sampled[node]:
-            rank = [sibling for sibling in siblings if not self.is_sampled[sibling]].index(node)
-            token = q.argsort(descending=True, stable=True)[rank]
-            return torch.nn.functional.one_hot(token, VOCABULARY).double()
-        if self.independent:
-            return q
-        taken = [texts[sibling][-1] for sibling in siblings if sibling in texts]
-        for left in (q.clone(), torch.ones(VOCABULARY, dtype=torch.float64)):
-            left[taken] = 0
-            if left.sum() > 0:
-                break
-        return left / left.sum()
+        tree = self._grow(lambda node, _: draft_probs[node], draw)
+        rows = np.arange(len(draft_probs))
+        sampled = SampledNodes(self.is_sampled, draft_probs, rows, self.independent)
+        return replace(tree, sampled=sampled)
 
-    def _finish(self, draft: Language, texts: dict[int, tuple]) -> DraftTree:
-        n = len(self.topology)
-        tokens = torch.tensor([0, *(texts[node][-1] for node in range(1, n))])
-        if not self.is_sampled.any():
-            return DraftTree(self.topology, tokens)
-        drawn_from = sorted(set(self.topology.parents[self.is_sampled].tolist()))
-        row_of = np.full(n, -1)
-        row_of[drawn_from] = np.arange(len(drawn_from))
-        draft_probs = torch.stack([draft.after(texts[node]) for node in drawn_from])
-        sampled = SampledNodes(self.is_sampled, draft_probs, row_of, self.independent)
-        return DraftTree(self.topology, tokens, sampled)
+    def _grow(self, after: Callable[[int, list[int]], Tensor], draw: "Draw") -> DraftTree:
+        tree = DraftTree(self.topology, torch.zeros(len(self.topology), dtype=torch.int64))
+        row_of = np.full(len(self.topology), -1)
+        rows: list[Tensor] = []
+        for node, children in enumerate(self.topology.children):
+            given = [child for child in children if not self.is_sampled[child]]
+            probs = after(node, tree.path_to(node))
+            tree.tokens[given] = probs.argsort(descending=True, stable=True)[: len(given)]
+            if len(given) == len(children):
+                continue
+            row_of[node] = len(rows)
+            rows.append(probs)
+            sampled = SampledNodes(self.is_sampled, torch.stack(rows), row_of, self.independent)
+            tree = replace(tree, sampled=sampled)
+            for child, probs in child_probs(tree, node):
+                # Distributions are read one by one, so each excludes the tokens drawn before it.
+                if probs is not None:
+                    tree.tokens[child] = draw(enumerate(probs.tolist()))
+        return tree
+
+
+def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor | None]]:
+    """Each child with its distribution given the siblings before it, in verification order."""
+    sampled = tree.sampled
+    children = tree.topology.children[node]
+    given = [child for child in children if not sampled.is_sampled[child]]
+    free = torch.ones(sampled.draft_probs.shape[1], dtype=torch.float64)
+    free[tree.tokens[given]] = 0
+    for child in children:
+        if sampled.is_sampled[child]:
+            probs = sampled.draft_probs[sampled.row_of[node]].double() * free
+            probs = probs if probs.sum() > 0 else free.clone()
+            yield child, probs / probs.sum()
+            if not sampled.independent:
+                free[tree.tokens[child]] = 0
+    yield from ((child, None) for child in given)
+
+
+@cache
+def random_case(
+    seed: int, dtype: torch.dtype, vocabulary: int = 12
+) -> tuple[DraftTree, Tensor, Tensor]:
+    """A tree of 1 to 40 nodes, the target's distributions, and a number for each node."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 41))
+    # Deterministic, sampled, mixed, independently sampled.
+    is_sampled = rng.random(n) < (0, 1, 0.5, 1)[seed % 4]
+    is_sampled[0] = False
+    is_possible = rng.random((n, vocabulary)) < rng.choice([0.2, 0.8], (n, 1))
+    draft = rng.random((n, vocabulary)) ** 3 * is_possible
+    draft[:, 0] += draft.sum(-1) == 0
+    draft /= draft.sum(-1, keepdims=True)
+    noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
+    target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
+    shape = Recipe(random_tree(n, seed, reach=7), is_sampled, seed % 4 == 3)
+    tree = shape.drawn(torch.from_numpy(draft).to(dtype), seed)
+    return tree, target, torch.from_numpy(rng.random(n))
 
 
 Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
@@ -242,11 +272,11 @@ def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Re
 
 def small_tree(n: int, seed: int) -> Topology:
     """Return a random tree of depth three at most, without more children than tokens."""
-    topology = random_tree(n, seed)
-    while topology.depths.max() > 3 or max(map(len, topology.children)) > VOCABULARY:
-        seed += 1000
-        topology = random_tree(n, seed)
-    return topology
+    return next(
+        tree
+        for tree in (random_tree(n, i) for i in itertools.count(seed, 1000))
+        if tree.depths.max() <= 3 and max(map(len, tree.children)) <= VOCABULARY
+    )
 
 
 def random_recipe(seed: int) -> Recipe:
