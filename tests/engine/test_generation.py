@@ -8,14 +8,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import speaking_checkpoint
+from support.checkpoints import add_tokenizer, speaking_checkpoint
 from support.gguf_files import build
 from support.texts import N_NEW, assert_distribution, exact_distribution, run_together, small_model
 from support.tiny import (
     CASES,
     DYNAMIC,
     PLACES,
-    add_tokenizer,
     byte_level,
     generate,
     open_llm,

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from support.checkpoints import (
     check_bytes,
-    dealt,
     entries_of,
     file_bytes,
     llama_config,
     llama_tensors,
     speaking_checkpoint,
     write_checkpoint,
-    write_sharded,
 )
 from support.command_line import PROMPT, one_sentence
 from support.spoiling import spoil_bytes, spoil_json, spoil_length, spoil_text, spoil_value
@@ -113,8 +111,7 @@ def test_hostile_configs(tmp_path):
 
 def test_hostile_indices(tmp_path):
     config = llama_config()
-    tensors = llama_tensors(config)
-    write_sharded(tmp_path, config, tensors, dealt(tensors, 2))
+    write_checkpoint(tmp_path, config, llama_tensors(config), n_shards=2)
     sound = json.loads((tmp_path / INDEX).read_text())
     for seed in range(400):
         (tmp_path / INDEX).write_bytes(spoil_json(sound, random.Random(seed)))

@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.host_memory import TensorMemory
+from support.checkpoints import add_tokenizer
 from support.tiny import (
     CASES,
-    add_tokenizer,
     assert_drawn,
     byte_level,
     drafter_of,
@@ -25,6 +24,7 @@ from support.tiny import (
     open_unloaded,
     prompt_of,
 )
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.cli.plan_request import assumed
@@ -233,14 +233,15 @@ def test_reserved_memory_holds_the_distributions_of_a_tree(drafter, sampling):
     if sampling == "deterministic":
         state.noise = torch.zeros(tree.topology.n_levels, spec.vocab_size)
     builder = StaticTreeBuilder(state, tree, Acceptance())
-    memory = TensorMemory()
+    memory = MemTracker()
     while len(state.tokens) > state.n_done:
         logits = torch.randn(len(state.tokens) - state.n_done, spec.vocab_size).bfloat16()
         with memory:
             selected = select_tokens(builder, logits)
             state.computed()
             builder.extend(selected)
-    assert memory.most <= plan._probs_nbytes(n) < 4 * memory.most
+    most = memory.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert most <= plan._probs_nbytes(n) < 4 * most
 
 
 def test_different_tokenizer_is_refused_with_the_first_token(pair, tmp_path):

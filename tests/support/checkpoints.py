@@ -7,19 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_rt.dtypes import DType
 from offload_rt.offload.disk import DiskTier, ReadSettings
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.matrix import Matrix
 
-WORDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int8: "I8",
-}  # fmt: skip
+WORDS = {dtype: word for word, dtype in safetensors.torch._TYPES.items()}
 # What stands for a byte in a byte-level tokenizer: the space has a letter of its own.
 ASCII = "".join(map(chr, range(33, 127))) + "\u0120"
 BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -42,24 +41,12 @@ def llama_tensors(
     config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, Tensor]:
     """Random weights under transformers' names; their scale keeps activations near one."""
-    d, m, head = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
-    q, kv = (config[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
-    layer = {
-        "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-        "self_attn.o_proj": (d, q),
-        "mlp.gate_proj": (m, d), "mlp.up_proj": (m, d), "mlp.down_proj": (d, m),
-        "input_layernorm": (d,), "post_attention_layernorm": (d,),
-    }  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
-    for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (d,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], d)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**config))
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     return {
-        name: (draw(shape) / shape[-1] ** 0.5 + (len(shape) == 1)).to(dtype)
-        for name, shape in shapes.items()
+        name: (draw(x.shape) / x.shape[-1] ** 0.5 + (x.ndim == 1)).to(dtype)
+        for name, x in model.named_parameters()
     }
 
 
@@ -99,31 +86,19 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0
-) -> Path:
-    """A checkpoint of one file."""
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0,
+    n_shards: int = 1,
+) -> Path:  # fmt: skip
+    """Write a checkpoint; tensors are dealt to shards in turn, so that each has every layer."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    write_file(directory / "model.safetensors", tensors, odd)
-    return directory
-
-
-def write_sharded(
-    directory: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    parts: Sequence[Iterable[str]],
-) -> Path:
-    """Write a checkpoint of several shards.
-
-    parts  names of the tensors of each shard, in order
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
+    if n_shards == 1:
+        write_file(directory / "model.safetensors", tensors, odd)
+        return directory
     where = {}
-    for n, names in enumerate(parts, 1):
-        shard = f"model-{n:05}-of-{len(parts):05}.safetensors"
-        picked = {name: tensors[name] for name in names}
+    for n in range(n_shards):
+        shard = f"model-{n + 1:05}-of-{n_shards:05}.safetensors"
+        picked = dict([*tensors.items()][n::n_shards])
         write_file(directory / shard, picked)
         where |= dict.fromkeys(picked, shard)
     index = {"metadata": {}, "weight_map": where}
@@ -131,7 +106,7 @@ def write_sharded(
     return directory
 
 
-def save_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
+def add_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -149,30 +124,20 @@ def trained(vocab_size: int, alphabet: Sequence[str], texts: Iterable[str]) -> T
     return tokenizer
 
 
-def dealt(names: Iterable[str], n_parts: int) -> list[list[str]]:
-    """Deal names in turn, so that every layer is in every part."""
-    names = list(names)
-    return [names[i::n_parts] for i in range(n_parts)]
-
-
-def add_tokenizer(directory: Path, alphabet: str = ASCII) -> int:
-    """Write a small byte-level BPE tokenizer of these bytes; returns its number of tokens."""
+def speaking_checkpoint(
+    directory: Path, alphabet: str = ASCII, n_shards: int = 1, **changes: Any
+) -> Path:
+    """Write a checkpoint without end token, whose every token is text."""
     text = "the quick brown fox jumps over the lazy dog; the end of the story"
     tokenizer = trained(len(alphabet) + 40, alphabet, [text] * 4)
-    save_tokenizer(directory, tokenizer)
-    return tokenizer.get_vocab_size()
-
-
-def speaking_checkpoint(directory: Path, alphabet: str = ASCII, **changes: Any) -> Path:
-    """Write a checkpoint without end token, whose every token is text."""
-    directory.mkdir(parents=True, exist_ok=True)
-    wanted = {
-        "vocab_size": add_tokenizer(directory, alphabet), "hidden_size": 64,
-        "intermediate_size": 128, "head_dim": 16,
-        "num_hidden_layers": 6, "max_position_embeddings": 8192, "eos_token_id": None,
-    }  # fmt: skip
-    config = llama_config(**wanted | changes)
-    return write_checkpoint(directory, config, llama_tensors(config))
+    config = llama_config(**{
+        "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64, "intermediate_size": 128,
+        "head_dim": 16, "num_hidden_layers": 6, "max_position_embeddings": 8192,
+        "eos_token_id": None, **changes,
+    })  # fmt: skip
+    write_checkpoint(directory, config, llama_tensors(config), n_shards=n_shards)
+    add_tokenizer(directory, tokenizer)
+    return directory
 
 
 def pack(

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from bench.models.tiny import config_of, random_model
 from offload_rt.cli import run
+from support.checkpoints import add_tokenizer
 from support.command_line import Line
 from support.processes import handled
 from support.quantized import MXFP4_CONFIG
 from support.texts import small_model
-from support.tiny import CASES, Pair, Zoo, add_tokenizer, byte_level, keep_steady, save_pair
+from support.tiny import CASES, Pair, Zoo, byte_level, keep_steady, save_pair
 
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)

@@ -1,17 +1,13 @@
-"""Count and limit the blocks of host memory, and count the memory of tensors."""
+"""Count and limit the blocks of host memory."""
 
 import mmap
 import sys
 import threading
 import weakref
-from collections import Counter
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class CountingHost:
@@ -37,30 +33,6 @@ class CountingHost:
         with self._lock:
             self.now[kind] += nbytes
             self.most[kind] = max(self.most[kind], self.now[kind])
-
-
-class TensorMemory(TorchDispatchMode):
-    """Count bytes of tensors made within a `with`, current and peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._n_views: Counter[int] = Counter()  # by address of the storage
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                weakref.finalize(tensor, self._add, storage.data_ptr(), storage.nbytes(), -1)
-                self._add(storage.data_ptr(), storage.nbytes(), 1)
-        return out
-
-    def _add(self, address: int, nbytes: int, n: int) -> None:
-        self._n_views[address] += n
-        if self._n_views[address] == max(n, 0):
-            self.now += n * nbytes
-            self.most = max(self.most, self.now)
 
 
 def pin_at_most(monkeypatch: pytest.MonkeyPatch, n_blocks: int) -> None:

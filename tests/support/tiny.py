@@ -20,18 +20,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import offload_rt.llm
 from offload_rt import LLM, Output, SamplingParams
@@ -56,7 +45,7 @@ from offload_rt.system import registry
 from offload_rt.system.trace import Trace
 from offload_rt.tree.topology import Topology
 from offload_rt.weights.checkpoint import open_checkpoint
-from support.checkpoints import save_tokenizer, trained
+from support.checkpoints import add_tokenizer, trained
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
@@ -73,10 +62,9 @@ SPREAD = 0.25
 
 @dataclass(frozen=True)
 class Case:
-    """A model family and its config changes; shards hold at most `shard` bytes."""
+    """A model type and its config changes; shards hold at most `shard` bytes."""
 
-    config: type[PreTrainedConfig]
-    model: type[PreTrainedModel]
+    model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
 
@@ -84,8 +72,8 @@ class Case:
         self, seed: int, dtype: torch.dtype = torch.float32, **changes: Any
     ) -> PreTrainedModel:
         """A random model, biases and norms included, so that every misplaced weight shows."""
-        config = self.config(**SIZES | self.changes | changes)
-        net = self.model(config)
+        config = AutoConfig.for_model(self.model_type, **SIZES | self.changes | changes)
+        net = AutoModelForCausalLM.from_config(config)
         generator = torch.Generator().manual_seed(seed)
         for parameter in net.parameters():
             middle = float(parameter.dim() == 1 and parameter.mean() == 1)
@@ -106,21 +94,21 @@ LLAMA3 = _rope(
 YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
 CASES = {
-    "llama": Case(LlamaConfig, LlamaForCausalLM),
-    "llama-biases": Case(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True,
+    "llama": Case("llama"),
+    "llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True,
         "num_key_value_heads": 4}, "200KB"),
-    "llama-tied": Case(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True,
+    "llama-tied": Case("llama", {"tie_word_embeddings": True,
         "num_key_value_heads": 1}, "200KB"),
-    "llama-linear": Case(LlamaConfig, LlamaForCausalLM, LINEAR),
-    "llama-dynamic": Case(LlamaConfig, LlamaForCausalLM, DYNAMIC),
-    "llama-llama3": Case(LlamaConfig, LlamaForCausalLM, LLAMA3),
-    "llama-yarn": Case(LlamaConfig, LlamaForCausalLM, YARN),
-    "mistral": Case(MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}, "200KB"),
-    "mistral-full": Case(MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": Case(Qwen2Config, Qwen2ForCausalLM, YARN),
-    "qwen2-window": Case(Qwen2Config, Qwen2ForCausalLM, WINDOWED),
-    "qwen3": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}, "200KB"),
-    "qwen3-window": Case(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 8, "attention_bias": True,
+    "llama-linear": Case("llama", LINEAR),
+    "llama-dynamic": Case("llama", DYNAMIC),
+    "llama-llama3": Case("llama", LLAMA3),
+    "llama-yarn": Case("llama", YARN),
+    "mistral": Case("mistral", {"sliding_window": WINDOW}, "200KB"),
+    "mistral-full": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2", YARN),
+    "qwen2-window": Case("qwen2", WINDOWED),
+    "qwen3": Case("qwen3", {"head_dim": 32}, "200KB"),
+    "qwen3-window": Case("qwen3", {"head_dim": 8, "attention_bias": True,
         "tie_word_embeddings": True} | WINDOWED),
 }  # fmt: skip
 # Drafters that any pair serves; heads are in `test_heads`.
@@ -243,28 +231,22 @@ class Zoo:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[tuple[str, int, torch.dtype], PreTrainedModel] = {}
-        self._pairs: dict[tuple[str, int], Pair] = {}
 
+    @functools.cache  # noqa: B019
     def model(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        key = (name, seed, dtype)
-        if key not in self._models:
-            self._models[key] = CASES[name].build(seed, dtype)
-        return self._models[key]
+        return CASES[name].build(seed, dtype)
 
+    @functools.cache  # noqa: B019
     def directory(self, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
         path = self._folder / f"{name}-{seed}-{dtype}".replace("torch.", "")
-        if not path.exists():
-            self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
+        self.model(name, seed, dtype).save_pretrained(path, max_shard_size=CASES[name].shard)
         return path
 
+    @functools.cache  # noqa: B019
     def pair(self, name: str, seed: int) -> Pair:
         """A smaller model of a family with a draft that is right about two times of three."""
-        if (name, seed) not in self._pairs:
-            model = CASES[name].build(seed, **SMALLER)
-            folder = self._folder / f"{name}-{seed}-pair"
-            self._pairs[name, seed] = save_pair(folder, model, nearly(model, 0.03))
-        return self._pairs[name, seed]
+        model = CASES[name].build(seed, **SMALLER)
+        return save_pair(self._folder / f"{name}-{seed}-pair", model, nearly(model, 0.03))
 
     def greedy(self, name: str, seed: int, n_new: int = 64) -> "GreedyText":
         """Greedy continuation of `prompt_of(seed)` by transformers in float32."""
@@ -556,9 +538,6 @@ def metaspace(vocab_size: int = 400) -> Tokenizer:
     n = len(vocab)
     vocab |= {f"<0x{byte:02X}>": n + byte for byte in range(256)}
     return Tokenizer.from_str(json.dumps(content))
-
-
-add_tokenizer = save_tokenizer
 
 
 def least_streaming(directory, **settings) -> int:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jinja2 import Environment
-from support.checkpoints import llama_config
+from support.checkpoints import add_tokenizer, llama_config
 from support.heads import edit_config
-from support.tiny import SPOKEN, add_tokenizer, byte_level, metaspace
+from support.tiny import SPOKEN, byte_level, metaspace
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

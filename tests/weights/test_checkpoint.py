@@ -12,7 +12,6 @@ import torch
 from support.checkpoints import (
     Entries,
     check_bytes,
-    dealt,
     entries_of,
     file_bytes,
     llama_config,
@@ -20,7 +19,6 @@ from support.checkpoints import (
     raw_bytes,
     write_checkpoint,
     write_file,
-    write_sharded,
 )
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def _single(directory: Path, **changes: Any) -> Path:
 
 def _sharded(directory: Path) -> Path:
     config, tensors = _sound()
-    return write_sharded(directory, config, tensors, dealt(tensors, 2))
+    return write_checkpoint(directory, config, tensors, n_shards=2)
 
 
 def _refused(directory: Path, kind: type[OffloadError], pattern: str | None) -> None:
@@ -202,10 +200,7 @@ def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, pattern, tmp_
     config, tensors = _sound()
     tensors = dict(tensors)
     edit(tensors)
-    if n_shards == 1:
-        write_checkpoint(tmp_path, config, tensors)
-    else:
-        write_sharded(tmp_path, config, tensors, dealt(tensors, n_shards))
+    write_checkpoint(tmp_path, config, tensors, n_shards=n_shards)
     _refused(tmp_path, CheckpointError, pattern)
 
 

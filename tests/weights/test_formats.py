@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from quantize import Choice, config_of, pack, quantized, write
 from safetensors.torch import load_file, save_file
 from support import emulated
-from support.checkpoints import dealt, llama_config, llama_tensors, write_checkpoint, write_sharded
+from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.checkpoints import pack as pack_block
 from support.fake_gpu import fake_gpu
 from support.quantized import id_of
@@ -424,7 +424,7 @@ def test_quantised_activations_are_ignored_with_a_notice(checkpoint_of):
 
 def test_sharded_checkpoint_is_quantised_and_written_plain(plain, tmp_path):
     tensors = load_file(plain / "model.safetensors")
-    source = write_sharded(tmp_path / "source", CONFIG, tensors, dealt(tensors, 2))
+    source = write_checkpoint(tmp_path / "source", CONFIG, tensors, n_shards=2)
     write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
     assert_same_text(tmp_path / "q", tmp_path / "exact")
     assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

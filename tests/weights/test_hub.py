@@ -14,11 +14,10 @@ import huggingface_hub
 import pytest
 from quantize import Choice, write
 from support.checkpoints import (
-    add_tokenizer,
     llama_config,
     llama_tensors,
+    speaking_checkpoint,
     write_checkpoint,
-    write_sharded,
 )
 from support.tiny import measure_little
 
@@ -135,11 +134,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def sharded(directory: Path, **changes: Any) -> Path:
     """A checkpoint of two shards with a tokenizer, and much else beside it."""
-    directory.mkdir()
-    config = llama_config(vocab_size=add_tokenizer(directory), **changes)
-    tensors = llama_tensors(config)
-    names = list(tensors)
-    write_sharded(directory, config, tensors, [names[:9], names[9:]])
+    speaking_checkpoint(directory, n_shards=2, **changes)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
     for name in DECOYS:
