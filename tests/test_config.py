@@ -13,7 +13,7 @@ from offload_rt.cli.calibrate import CalibrateSettings
 from offload_rt.cli.chat import ChatSettings
 from offload_rt.cli.flags import Parser, from_flags
 from offload_rt.cli.run import RunSettings, TemplateSettings
-from offload_rt.config import EngineConfig, flag_of, format_size, parse_size
+from offload_rt.config import EngineConfig, flag_of, format_size, parse_size, parser_of
 from offload_rt.errors import OffloadError, PromptError, SettingsError
 from offload_rt.sampling_params import SamplingParams, StructuredOutputs
 
@@ -26,42 +26,29 @@ def flagged(cls: type) -> list[Any]:
     return [item for item in fields(cls) if item.metadata]
 
 
-# A value of each field that is not its default, as a flag takes it and as the settings hold it.
+# Values of fields with several parts, as their flags take them and as the settings hold them.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
-    "model": (["some/dir"], "some/dir"), "draft_model": (["org/draft"], "org/draft"),
-    "device": (["cpu"], "cpu"), "dtype": (["float32"], "float32"),
-    "device_memory": (["22GiB"], "22GiB"), "host_memory": (["1.5GB"], "1.5GB"),
-    "link_format": (["raw"], "raw"), "sidecar": (["some/dir"], "some/dir"),
-    "kv_memory": (["1GiB"], "1GiB"), "kv_dtype": (["fp8"], "fp8"),
-    "max_model_len": (["4096"], 4096), "max_num_seqs": (["3"], 3), "drafter": (["ngram"], "ngram"),
-    "rule": (["match"], "match"), "tree_size": (["64"], 64), "tree_depth": (["8"], 8),
-    "draft_context": (["256"], 256), "draft_quantize": (["int4"], "int4"),
-    "draft_predictions": (["p.safetensors"], "p.safetensors"),
-    "learn_draft": (["keep"], "keep"), "torch_products": ([], True), "exact_parallel": ([], True),
-    "activations": (["int8"], "int8"),
-    "split_draft": (["on"], "on"), "revision": (["main"], "main"),
-    "chat_template": (["chat.jinja"], "chat.jinja"), "hide_thinking": ([], True),
-    "plain": ([], True), "offline": ([], True), "pipeline": (["2"], 2),
-    "mirror": (["/mnt/second"], "/mnt/second"), "image": (["a.png", "b.png"], ("a.png", "b.png")),
-    "max_image_pixels": (["65536"], 65536), "max_tokens": (["7"], 7), "max_new_tokens": (["7"], 7),
-    "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9), "top_k": (["40"], 40),
-    "min_p": (["0.05"], 0.05), "repetition_penalty": (["1.1"], 1.1), "seed": (["0"], 0),
-    "presence_penalty": (["0.5"], 0.5), "frequency_penalty": (["-1.5"], -1.5),
-    "logit_bias": (['{"5": -100, "7": 2.5}'], {5: -100.0, 7: 2.5}), "min_tokens": (["3"], 3),
-    "ignore_eos": ([], True), "stop": (["a", "b c"], ("a", "b c")),
-    "stop_token_ids": (["5", "7"], (5, 7)), "bad_words": (["no", "never"], ("no", "never")),
-    "bad_words_ids": (["5,7", "9"], ((5, 7), (9,))), "allowed_token_ids": (["5", "7"], (5, 7)),
-    "n": (["2"], 2), "logprobs": (["5"], 5), "prompt_logprobs": (["0"], 0),
-    "prompt": (["hello", "you there"], ("hello", "you there")), "prompt_file": (["-"], "-"),
-    "chat": ([], True), "plan": ([], True), "json": ([], True), "quiet": ([], True),
-    "verbose": ([], True), "show_tree": ([], True), "baseline": ([], True),
-    "trace": (["out.json"], "out.json"), "json_schema": (["schema.json"], "schema.json"),
-    "regex": (["[a-z]+"], "[a-z]+"), "system": (["be brief"], "be brief"),
-    "enable_thinking": ([], True), "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
-    "tokens": (["7"], 7), "plot": (["out.png"], "out.png"),
+    "image": (["a.png", "b.png"], ("a.png", "b.png")), "stop": (["a", "b c"], ("a", "b c")),
+    "prompt": (["hello", "you there"], ("hello", "you there")),
+    "bad_words": (["no", "never"], ("no", "never")),
+    "bad_words_ids": (["5,7", "9"], ((5, 7), (9,))),
+    "stop_token_ids": (["5", "7"], (5, 7)), "allowed_token_ids": (["5", "7"], (5, 7)),
+    "logit_bias": (['{"5": -100, "7": 2.5}'], {5: -100.0, 7: 2.5}),
+    "chat_template_kwargs": (['{"a": [1]}'], {"a": [1]}),
 }  # fmt: skip
 NAN, INF = float("nan"), float("inf")
 NEEDED = {EngineConfig: ["--model", "m"], RunSettings: ["--prompt", "p"]}
+
+
+def example_of(item: Any) -> tuple[list[str], Any]:
+    """A value that is not the default: texts of the flag, and the setting."""
+    kind = parser_of(item)
+    if item.name in EXAMPLES:
+        return EXAMPLES[item.name]
+    if kind is bool:
+        return [], True
+    text = [{int: "7", float: "0.5"}.get(kind, "22GiB"), *item.metadata["choices"]][-1]
+    return [text], kind(text)
 
 
 def test_sizes_are_fractions_with_a_unit_or_numbers():
@@ -95,10 +82,11 @@ def test_formatted_size_is_close_to_its_bytes(nbytes):
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"), [(cls, item.name) for cls in CLASSES for item in flagged(cls)]
+    ("cls", "chosen"), [(cls, item) for cls in CLASSES for item in flagged(cls)]
 )
-def test_every_field_has_a_flag_that_sets_only_it(cls, name):
-    texts, value = EXAMPLES[name]
+def test_every_field_has_a_flag_that_sets_only_it(cls, chosen):
+    name = chosen.name
+    texts, value = example_of(chosen)
     needed = [] if name in ("model", "prompt_file", "prompt", "plan") else NEEDED.get(cls, [])
     needed = [*needed, "--chat"] if name == "image" else needed
     flags = [part for text in texts for part in (flag_of(name), text)] or [flag_of(name)]

@@ -134,7 +134,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def sharded(directory: Path, **changes: Any) -> Path:
     """A checkpoint of two shards with a tokenizer, and much else beside it."""
-    speaking_checkpoint(directory, n_shards=2, **changes)
+    speaking_checkpoint(directory, n_shards=2, num_hidden_layers=3, **changes)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
     for name in DECOYS:
