@@ -13,17 +13,10 @@ import numpy as np
 import pytest
 import torch
 from support.serving import engine_held, wait_until
-from support.tiny import (
-    generate,
-    keep_steady,
-    logits_of,
-    open_llm,
-    prompt_of,
-)
+from support.tiny import assert_continued, keep_steady, logits_of, open_llm, prompt_of
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import CheckpointError, DeviceError, PromptError, SettingsError
-from offload_rt.executor.sequence import Sequence
 from offload_rt.weights.files import sampling_defaults
 
 PROMPTS = [prompt_of(seed, n) for seed, n in enumerate((9, 1, 150))]
@@ -383,20 +376,11 @@ def test_close_ends_the_thread_and_wakes_waiting_tasks(pair):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_planned_number_of_long_sequences_runs_together(zoo, n):
-    whole = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    settings = {"max_model_len": 40, "max_num_seqs": n, "drafter": "none"}
+def test_planned_number_of_long_sequences_runs_together(zoo, monkeypatch, n):
     prompts = [prompt_of(seed) for seed in range(4)]
-    sequences = [Sequence([*prompt], whole, 40) for prompt in prompts]
-    with open_llm(zoo.directory("llama", 0), **settings) as llm:
-        assert llm.max_model_len == 40
-        engine = llm.engine
-        for sequence in sequences:
-            engine.add(sequence)
-        engine.step()
-        assert (engine.n_running, engine.n_waiting) == (n, 4 - n)
-        while any(sequence.finish_reason is None for sequence in sequences):
-            engine.step()
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        expected = generate(zoo.model("llama", 0), prompt, 40 - len(prompt))
-        assert sequence.tokens[len(prompt) :] == expected
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with open_llm(zoo.directory("llama", 0), max_model_len=40, max_num_seqs=n) as llm:
+        batch_sizes = count_steps(llm, monkeypatch)
+        outputs = llm.generate(prompts, params)
+    assert llm.max_model_len == 40 and max(batch_sizes) == n
+    assert_continued(outputs, zoo.model("llama", 0), prompts, 40 - len(prompts[0]))

@@ -1,12 +1,11 @@
 """The folder is the registry: each file is an entry and fits the contract of its folder."""
 
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
 from support.tiny import generate, open_llm, prompt_of
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import offload_rt.speculate.draft
 from offload_rt import SamplingParams
@@ -69,29 +68,6 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64, "hidden_act": "silu",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("name", "switch"), [
-    (name, switch) for name, family in FAMILIES.items()
-    for switch in (None, "attention_bias", "mlp_bias") if switch is None or switch in family.keys
-])  # fmt: skip
-def test_family_tensors_equal_transformers(name, switch, tied):
-    peer_config = CONFIGS.get(name, Qwen2Config)  # transformers has no MiMo
-    known = set(inspect.signature(peer_config).parameters) | {"num_key_value_heads"}
-    raw = {key: value for key, value in SIZES.items() if key in known}
-    raw |= {"architectures": [FAMILIES[name].architecture], "tie_word_embeddings": tied}
-    raw |= {switch: True} if switch else {}
-    spec = parse_architecture(raw | {"model_type": name})
-    with torch.device("meta"):
-        peer = AutoModelForCausalLM.from_config(peer_config(**raw))
-    # MiMo is a Qwen2 with a layer for multi-token prediction.
-    assert type(peer).__name__ == FAMILIES[name].architecture or name == "mimo"
-    wanted = {key: tuple(tensor.shape) for key, tensor in peer.named_parameters()}
-    ours = dict(spec.non_layer_tensors())
-    for i in range(spec.n_layers):
-        ours |= {spec.layer_prefix(i) + key: shape for key, shape in spec.layer_tensors(i)}
-    assert ours == wanted
 
 
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
