@@ -164,7 +164,7 @@ def test_forced_tokens_need_no_pass(llm, monkeypatch):
     compiler = llm.requests._compiler
     monkeypatch.setattr(compiler, "compile", compiled := Mock(wraps=compiler.compile))
     (several,) = llm.generate(PROMPT, replace(params, n=3, temperature=1.0))
-    assert [answer.text for answer in several.outputs] == outputs.choice * 3
+    assert [answer.text for answer in several.outputs] == [*outputs.choice] * 3
     assert compiled.call_count == 1
 
 
