@@ -77,15 +77,6 @@ def test_prompt_logprobs_are_computed_in_chunks_of_the_prefill(pair, drafter, mo
     assert max(widths) <= 64 and sum(widths) >= sum(len(prompt) - 1 for prompt in PROMPTS)
 
 
-def test_pieces_have_the_logprobs_of_their_tokens(llm):
-    params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1)
-    first, *others = pieces = list(llm.stream(PROMPTS[0], params))
-    assert first.prompt_logprobs == pieces[-1].output.prompt_logprobs
-    assert not any(piece.prompt_logprobs for piece in others)
-    assert [by_id for piece in pieces for by_id in piece.logprobs] == pieces[-1].output.logprobs
-    assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
-
-
 def test_end_tokens_of_sampling_and_of_the_model(zoo, tmp_path):
     """A stop token ends a text like an end token, which can be ignored; min_tokens delays both."""
     text = zoo.greedy("llama", 0)
@@ -126,20 +117,28 @@ def test_stop_string_counts_after_min_tokens(speaking):
 
 
 def test_n_answers_equal_their_seeds(llm):
-    params = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=1, prompt_logprobs=1)
     whole = llm.generate(PROMPTS[0], replace(params, n=3))[0]
     alone = [llm.generate(PROMPTS[0], replace(params, seed=seed))[0] for seed in (5, 6, 7)]
     assert [output.token_ids for output in whole.outputs] == [output.token_ids for output in alone]
     assert [output.index for output in whole.outputs] == [0, 1, 2] and whole.outputs[0] is whole
     *most, last = pieces = list(llm.stream(PROMPTS[0], replace(params, n=3)))
     assert last.output is not None and not any(piece.output for piece in most)
+    assert [piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs] == [
+        output.prompt_logprobs for output in whole.outputs
+    ]
     for output in whole.outputs:
         mine = [piece for piece in pieces if piece.index == output.index]
         assert [token for piece in mine for token in piece.token_ids] == output.token_ids
+        assert [by_id for piece in mine for by_id in piece.logprobs] == output.logprobs
         reasons = [piece.finish_reason for piece in mine]
         assert reasons == [None] * (len(mine) - 1) + [output.finish_reason]
     with pytest.raises(SettingsError, match="n is 2"):
         llm.generate(PROMPTS[0], SamplingParams(n=2))
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine._running and not llm.engine._waiting
 
 
 @pytest.mark.parametrize(("file", "expected"), [
@@ -324,13 +323,6 @@ def test_calls_of_several_threads_share_passes(llm, monkeypatch):
         wait_until(lambda: llm._open_thread._thread._work_queue.qsize() == 2)
     assert [call.result()[0].token_ids for call in calls] == expected
     assert passes[0] == 2
-
-
-def test_a_stream_that_is_closed_early_leaves_an_idle_engine(llm):
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
-    next(stream)
-    stream.close()
-    assert not llm.engine._running and not llm.engine._waiting
 
 
 def test_error_reaches_all_waiting_tasks(llm, monkeypatch):

@@ -22,30 +22,17 @@ CORE_LINES = 6000
 MOVING = {"ops/extension.py", "ops/reference.py"}
 
 
-@pytest.fixture
-def executed(monkeypatch):
-    """Files of the package that run while the value is true, and a function that sets it."""
-    files: set[str] = set()
-    is_on = False
-
-    def record(frame: FrameType, event: str, _: object) -> None:
-        if is_on and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            files.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
-
-    def switch(value: bool) -> None:
-        nonlocal is_on
-        is_on = value
-        sys.setprofile(record if value else None)
-
-    threading.setprofile(record)
-    yield files, switch
-    threading.setprofile(None)
-
-
-def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(executed):
+def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass():
     if cpu.library() is None:
         pytest.skip("torch computes the layers")
-    files, switch = executed
+    paths: set[Path] = set()
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if is_recording and event == "call":
+            paths.add(Path(frame.f_code.co_filename))
+
+    is_recording = False
+    threading.setprofile(record)
     target = ROOT / "models" / "demo-target"
     draft = str(ROOT / "models" / "demo-draft")
     params = SamplingParams(max_tokens=6, temperature=0.0)
@@ -55,9 +42,13 @@ def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass(ex
     ):
         with LLM.from_config(EngineConfig(str(target), **settings)) as llm:
             llm.generate("import sys", params)  # fills tables and caches
-            switch(True)
+            is_recording = True
+            sys.setprofile(record)
             llm.generate("import os", params)
-            switch(False)
+            sys.setprofile(None)
+            is_recording = False
+    threading.setprofile(None)
+    files = {str(path.relative_to(PACKAGE)) for path in paths if PACKAGE in path.parents}
     text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.split("### Reading list")[1].split("\n#")[0]
     core = re.findall(r"^\d+\. `(.+?)`", section, re.MULTILINE)

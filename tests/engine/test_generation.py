@@ -20,7 +20,6 @@ from support.tiny import (
     open_llm,
     prompt_of,
     random_tree,
-    runner_of,
 )
 from transformers import LlamaForCausalLM
 
@@ -31,7 +30,6 @@ from offload_rt.errors import CapacityError, PromptError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import cpu
 from offload_rt.speculate.protocols import Drafter
-from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.tree.topology import DraftTree, Topology
 
 pytestmark = pytest.mark.numeric
@@ -172,7 +170,7 @@ def test_dynamic_rope_grows_past_the_limit(tmp_path):
         with open_llm(tmp_path, max_model_len=40) as llm:
             sequence = Sequence(list(prompt), SamplingParams(50), 160)
             drafter = Drafts(partial(true_tree, expected), 12, 12)
-            got = run_together(runner_of(llm), drafter, MatchRule(), [sequence], 12)
+            got = run_together(llm, drafter, "match", [sequence], 12)
         assert got == [expected]
         assert len(sequence.stats.passes) < 40, "trees were accepted"
 
@@ -281,7 +279,7 @@ def test_joint_distribution_of_sampled_tokens(tmp_path):
             batch = [
                 Sequence(list(prompts[i % 2]), params[i], 17) for i in range(start, start + 100)
             ]
-            return run_together(runner_of(llm), drafter, MatchRule(), batch, 31)
+            return run_together(llm, drafter, "match", batch, 31)
 
         plain = [texts_of(llm.engine.drafter, start) for start in range(0, 2 * N_DRAWS, 100)]
         full_trees = partial(full_tree, cycle((1 + VOCABULARY, FULL, 1)))

@@ -335,7 +335,7 @@ def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
     with bench(FakeGPU, files, ("host",) * N_LAYERS, 2) as b:
         b.sweep()
         waits = []
-        note = lambda _, after: waits.append(after.is_recorded)  # noqa: E731
+        note = lambda _, after: waits.append(after.result(PATIENCE_S))  # noqa: E731
         before_calls(monkeypatch, b.device.copies, "copy", note)
         b.streamer.set_sources(b.streamer._sources)
         b.sweep()

@@ -37,7 +37,7 @@ from offload_rt.executor.runner import Runner
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate import tree_drafter
 from offload_rt.speculate.rows import draft_rows
-from offload_rt.speculate.select import drafter_type, load_rule
+from offload_rt.speculate.select import drafter_type
 from offload_rt.system import registry
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
@@ -82,10 +82,9 @@ def test_joint_distribution_of_sampled_tokens(tmp_path, rule, dtype):
     model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
     pair = save_pair(tmp_path, model.to(dtype), nearly(model, 0.15).to(dtype))
     with open_llm(pair.target, draft_model=str(pair.draft), max_model_len=64) as llm:
-        runner = llm.engine.runner
-        assert runner.dtype == llm.engine.draft.dtype == dtype
+        assert llm.engine.runner.dtype == llm.engine.draft.dtype == dtype
         drafter = drafter_of(llm, "static_tree", rule, DraftLimits(6, 4))
-        texts = sampled_texts(runner, drafter, load_rule(rule), 6)
+        texts = sampled_texts(llm, drafter, rule, 6)
     assert_distributions(texts, exact_distributions(model.float()))
 
 

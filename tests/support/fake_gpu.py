@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -298,40 +298,19 @@ def _set_guard() -> None:
     ctypes.CDLL(str(emulated.built([_GUARD], lambda target: ["g++", *options, str(target)])))
 
 
-class _Event:
-    def __init__(self) -> None:
-        self.is_recorded = False
-        self.happened = threading.Event()
-        self.at = 0.0
+class _Immediate(Executor):
+    """Runs work when it is submitted."""
 
-    def record(self) -> None:
-        self.at = time.perf_counter()
-        self.happened.set()
-
-
-class Stream:
-    """A CUDA stream: runs work in order, on a thread or at once."""
-
-    def __init__(self, is_asynchronous: bool) -> None:
-        self._thread = ThreadPoolExecutor(1) if is_asynchronous else None
-
-    def put(self, work: Callable[[], object]) -> None:
-        if self._thread is None:
-            work()
-        else:
-            self._thread.submit(work)
-
-    def flush(self) -> None:
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result(PATIENCE_S)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args))
+        return done
 
 
 class FakeCopyDevice:
     """A `CopyDevice` with one stream for copies and one for compute, ordered by events alone.
+
+    Streams are executors. Events are futures of their time.
 
     is_asynchronous  run both streams on threads, with random delays; else run all work at once
     wrap             type of the tensors of the device
@@ -340,9 +319,10 @@ class FakeCopyDevice:
     def __init__(
         self, is_asynchronous: bool = False, wrap: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self.compute = Stream(is_asynchronous)
         self.n_copies = 0
-        self._copies = Stream(is_asynchronous)
+        self.compute, self._copies = (
+            ThreadPoolExecutor(1) if is_asynchronous else _Immediate() for _ in range(2)
+        )
         self._wrap = wrap or FakeCudaTensor
         self._delays = random.Random(0) if is_asynchronous else None
 
@@ -351,8 +331,8 @@ class FakeCopyDevice:
             time.sleep(self._delays.choice((0.0, 0.0, 0.002)))
 
     def close(self) -> None:
-        self.compute.close()
-        self._copies.close()
+        self.compute.shutdown()
+        self._copies.shutdown()
 
     def select(self) -> None:
         if torch.cuda.is_available():
@@ -361,46 +341,40 @@ class FakeCopyDevice:
     def allocate(self, nbytes: int) -> Tensor:
         return self._wrap(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
 
-    def event(self) -> _Event:
-        return _Event()
+    def event(self) -> Future[float]:
+        return _Immediate().submit(float)
 
-    def copy(self, moves: Sequence[tuple[Tensor, Tensor]], after: _Event) -> tuple[_Event, _Event]:
-        start = _Event()
-        end = _Event()
-        start.is_recorded = end.is_recorded = True
+    def copy(
+        self, moves: Sequence[tuple[Tensor, Tensor]], after: Future[float]
+    ) -> tuple[Future[float], Future[float]]:
         self.n_copies += 1
-        is_ordered = after.is_recorded
 
-        def move() -> None:
-            if is_ordered:
-                assert after.happened.wait(PATIENCE_S)
-            start.record()
+        def start() -> float:
+            after.result(PATIENCE_S)
+            return time.perf_counter()
+
+        def move() -> float:
             self.delay()
             for target, source in moves:
                 _inner(target).copy_(source)
-            end.record()
+            return time.perf_counter()
 
-        self._copies.put(move)
-        return start, end
+        return self._copies.submit(start), self._copies.submit(move)
 
-    def compute_waits_for(self, event: _Event) -> None:
-        if event.is_recorded:
-            self.compute.put(lambda: event.happened.wait(PATIENCE_S))
+    def compute_waits_for(self, event: Future[float]) -> None:
+        self.compute.submit(event.result, PATIENCE_S)
 
-    def record_compute(self) -> _Event:
-        event = _Event()
-        event.is_recorded = True
-        self.compute.put(event.record)
-        return event
+    def record_compute(self) -> Future[float]:
+        return self.compute.submit(time.perf_counter)
 
-    def wait(self, event: _Event) -> None:
-        assert event.happened.wait(PATIENCE_S)
+    def wait(self, event: Future[float]) -> None:
+        event.result(PATIENCE_S)
 
-    def seconds_between(self, start: _Event, end: _Event) -> float | None:
-        return end.at - start.at if start.happened.is_set() and end.happened.is_set() else None
+    def seconds_between(self, start: Future[float], end: Future[float]) -> float | None:
+        return end.result() - start.result() if start.done() and end.done() else None
 
     def synchronize(self) -> None:
-        self._copies.flush()
+        self._copies.submit(float).result(PATIENCE_S)
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:

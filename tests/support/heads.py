@@ -19,11 +19,10 @@ from offload_rt.models.architecture import Architecture
 from offload_rt.models.head_configs import mtp_of, parse_head
 from offload_rt.models.heads import MTP_LAYOUTS, Head, Medusa
 from offload_rt.models.native import NativeDecoder
-from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.tree_state import TreeState
 from offload_rt.weights.checkpoint import open_checkpoint
 from support.texts import SMALL, run_together
-from support.tiny import CASES, drafter_of, engine_of, prompt_of, runner_of
+from support.tiny import CASES, drafter_of, engine_of, prompt_of
 
 VOCAB = 8
 N_HEADS = 3
@@ -227,7 +226,7 @@ def assert_plain_texts(llm: LLM, name: str, rule: str) -> None:
     trees = DraftLimits(24, 5, fixed_size=True)
     for drafter, limits in (("none", DraftLimits(1, 1)), (name, trees)):
         batch = [TokenSequence([1, 2, 0, 3], params, 128) for params in several]
-        parts = runner_of(llm), drafter_of(llm, drafter, rule, limits), load_rule(rule)
-        texts.append(run_together(*parts, batch, limits.n_nodes))
+        built = drafter_of(llm, drafter, rule, limits)
+        texts.append(run_together(llm, built, rule, batch, limits.n_nodes))
     assert texts[0] == texts[1]
     assert sum(len(sequence.stats.passes) for sequence in batch) < 9 * 14, "nothing was accepted"

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,16 +19,13 @@ SHAPES = ((48,), (96, 48), (3,), (48, 96))
 
 def some_layers(n: int = 4, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
     """Layers of random bytes, so that all pages differ."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def tensor(shape: tuple[int, ...]) -> Tensor:
-        block = torch.randint(
-            0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator
-        )
-        return block.view(-1).view(dtype).view(shape)
-
+    draw = partial(torch.randint, 256, generator=torch.Generator().manual_seed(seed))
     return [
-        {name: tensor(shape) for name, shape in zip(NAMES, SHAPES, strict=True)} for _ in range(n)
+        {
+            name: draw((*shape[:-1], shape[-1] * dtype.itemsize)).byte().view(dtype)
+            for name, shape in zip(NAMES, SHAPES, strict=True)
+        }
+        for _ in range(n)
     ]
 
 

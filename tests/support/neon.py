@@ -31,13 +31,13 @@ def missing() -> str:
 
 def build_library() -> Path:
     """Compile the library of the aarch64 wheel, unless its build folder contains it."""
-    recipe = build.cpu(0, "aarch64")
+    recipe = replace(build.cpu(0, "aarch64"), compiler=CXX)
     library = ROOT / "build" / recipe.file
     library.parent.mkdir(exist_ok=True)
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            replace(recipe, compiler=CXX).build(library)
+            recipe.build(library)
     return library
 
 
@@ -69,7 +69,7 @@ class NeonLibrary:
             return self._locked_call(function, *arguments)
 
     def _locked_call(self, function: str, *arguments: Any) -> int:
-        while _overlap(_mapped("self"), _mapped(str(self._process.pid))):
+        while _overlap("self", str(self._process.pid)):
             self.stop()
             self._process = self._start()
         addresses = (ctypes.addressof(x._obj) if hasattr(x, "_obj") else x for x in arguments)
@@ -100,12 +100,9 @@ class NeonLibrary:
         return int(struct.unpack("Q", self._read(8))[0])
 
 
-def _mapped(process: str) -> list[tuple[int, int]]:
-    lines = Path("/proc", process, "maps").read_text(encoding="utf-8").splitlines()
-    starts = (line.split()[0].split("-") for line in lines if not line.endswith("[vsyscall]"))
-    return [(int(first, 16), int(end, 16)) for first, end in starts]
-
-
-def _overlap(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> bool:
-    places = sorted([*some, *others])
+def _overlap(*processes: str) -> bool:
+    """Whether two processes have mapped the same addresses."""
+    maps = [Path("/proc", process, "maps").read_text(encoding="utf-8") for process in processes]
+    lines = (line for text in maps for line in text.splitlines() if "[vsyscall]" not in line)
+    places = sorted([int(end, 16) for end in line.split()[0].split("-")] for line in lines)
     return any(end > first for (_, end), (first, _) in pairwise(places))

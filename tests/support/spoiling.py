@@ -37,15 +37,9 @@ def spoil_value(value: Any, chance: random.Random) -> Any:
         return chance.choice(([*before, inner, *after], before + after, value * 2, value[::-1]))
     key = chance.choice(list(value))
     others = {name: field for name, field in value.items() if name != key}
-    match chance.randrange(8):
-        case 0:
-            return others
-        case 1:
-            return {**others, str(chance.choice(ODD)): value[key]}
-        case 2:
-            return {**value, str(chance.choice(ODD)): value[key]}
-        case _:
-            return {**value, key: spoil_value(value[key], chance)}
+    renamed = {str(chance.choice(ODD)): value[key]}
+    inner = {key: spoil_value(value[key], chance)}
+    return chance.choice((others, others | renamed, value | renamed, *[value | inner] * 5))
 
 
 def spoil_text(text: str, chance: random.Random) -> str:
@@ -59,32 +53,19 @@ def spoil_text(text: str, chance: random.Random) -> str:
 
 
 def spoil_bytes(raw: bytes, chance: random.Random) -> bytes:
-    """Bytes cut, lengthened, flipped, repeated or moved."""
+    """Bytes cut, lengthened, flipped, repeated or moved, or with another length of a header."""
     at = chance.randrange(len(raw) + 1)
     n = chance.choice((1, 2, 7, 8, 64, 1000))
-    match chance.randrange(6):
-        case 0:
-            return raw[:at]
-        case 1:
-            return raw + bytes(n)
-        case 2:
-            return raw[:at] + raw[at + n :]
-        case 3:
-            return raw[:at] + chance.randbytes(n) + raw[at + n :]
-        case 4:
-            return raw[:at] + raw[at : at + n] + raw[at:]
-        case _:
-            return bytes(n) + raw
-
-
-def spoil_length(raw: bytes, chance: random.Random) -> bytes:
-    """Change the header length of a safetensors file slightly or extremely."""
-    length = struct.unpack("<Q", raw[:8])[0]
-    others = (
+    length = int.from_bytes(raw[:8], "little")
+    lengths = (
         length - 1, length + 1, 0, 1, 2 * length, len(raw), len(raw) - 8, 10**8, 10**18, 2**63,
         2**64 - 1,
     )  # fmt: skip
-    return struct.pack("<Q", chance.choice(others)) + raw[8:]
+    return chance.choice((
+        raw[:at], raw + bytes(n), raw[:at] + raw[at + n :], bytes(n) + raw,
+        raw[:at] + chance.randbytes(n) + raw[at + n :], raw[:at] + raw[at : at + n] + raw[at:],
+        *[struct.pack("<Q", chance.choice(lengths) % 2**64) + raw[8:]] * 6,
+    ))  # fmt: skip
 
 
 def spoil_json(value: Any, chance: random.Random) -> bytes:

@@ -21,14 +21,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload_rt import SamplingParams
-from offload_rt.engine.engine import Engine
-from offload_rt.engine.sequence_pool import Scheduler
-from offload_rt.executor.runner import Runner
+from offload_rt import LLM, SamplingParams
 from offload_rt.executor.sequence import Sequence as TokenSequence
-from offload_rt.speculate.protocols import Drafter, VerificationRule
-from offload_rt.system.trace import Trace
-from support.tiny import CASES, Pair, Steady, assert_drawn, logits_of, nearly, save_pair
+from offload_rt.speculate.protocols import Drafter
+from offload_rt.speculate.select import load_rule
+from support.tiny import CASES, Pair, assert_drawn, engine_of, logits_of, nearly, save_pair
 
 N_NEW = 3
 N_DRAWS = 500
@@ -54,29 +51,18 @@ def small_pair(folder: Path) -> Pair:
 
 
 def run_together(
-    runner: Runner,
-    drafter: Drafter,
-    rule: VerificationRule,
-    sequences: Iterable[TokenSequence],
-    n_nodes: int,
-    n_passes: int | None = None,
+    llm: LLM, drafter: Drafter, rule: str, batch: Sequence[TokenSequence], n_nodes: int
 ) -> list[list[int]]:
     """Continue sequences in one batch with trees of up to n_nodes; returns the new tokens."""
-    batch = list(sequences)
-    engine = Engine(
-        runner=runner, drafter=drafter, scheduler=Scheduler(1_000_000, n_nodes * len(batch)),
-        rule=rule, cost=Steady(), trace=Trace(on=False),
-    )  # fmt: skip
+    engine = engine_of(llm, drafter, load_rule(rule), n_nodes * len(batch))
     for sequence in batch:
         engine.add(sequence)
-    passes = itertools.count() if n_passes is None else range(n_passes)
-    any(not engine.step() for _ in passes)
+    while engine.step():
+        pass
     return [sequence.tokens[sequence.n_prompt :] for sequence in batch]
 
 
-def sampled_texts(
-    runner: Runner, drafter: Drafter, rule: VerificationRule, n_nodes: int
-) -> list[list[list[int]]]:
+def sampled_texts(llm: LLM, drafter: Drafter, rule: str, n_nodes: int) -> list[list[list[int]]]:
     """N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
     texts: list[list[int]] = []
     for start in range(0, 2 * N_DRAWS, 100):
@@ -84,7 +70,7 @@ def sampled_texts(
             TokenSequence([*PROMPTS[i % 2]], SamplingParams(N_NEW, seed=i, **PARAMS[i % 2]), 64)
             for i in range(start, start + 100)
         ]
-        texts += run_together(runner, drafter, rule, batch, n_nodes)
+        texts += run_together(llm, drafter, rule, batch, n_nodes)
     return [texts[0::2], texts[1::2]]
 
 

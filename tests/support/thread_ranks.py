@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from queue import SimpleQueue
@@ -89,29 +90,27 @@ class ThreadRanks:
 def together(size: int, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on each rank and return the results; raise the first error."""
     board = Board(size)
-    results = [None] * size
-    errors = list[BaseException]()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         MINE.ranks = ThreadRanks(rank, board)
         try:
-            results[rank] = work()
+            return work()
         except SystemExit:
-            pass
-        except BaseException as error:
-            errors.append(error)
+            return None
+        except BaseException:
             board.barrier.abort()
             MINE.ranks.leave()
+            raise
 
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(PATIENCE_S)
+    pools = [ThreadPoolExecutor(1) for _ in range(size)]  # each rank has the variables of a thread
+    results = [pool.submit(run, rank) for rank, pool in enumerate(pools)]
+    errors = [error for result in results if (error := result.exception(PATIENCE_S)) is not None]
+    for pool in pools:
+        pool.shutdown()
     causes = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
         raise (causes or errors)[0]
-    return results
+    return [result.result() for result in results]
 
 
 def opened(config: Callable[[], EngineConfig], read: Callable[[LLM], Any]) -> list[Any]:
