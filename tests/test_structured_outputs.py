@@ -33,7 +33,7 @@ from offload_rt.speculate.forced_chains import append_forced
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
 VOCAB = 336  # more tokens than the tokenizer has
-END, THINK_END = 320, 321
+END = 320
 CHOICES = ["the fox", "the dog", "the", "quick", "quick fox jumps", "a", "ab"]
 PROMPT = "the quick brown"
 SCHEMAS = [
@@ -52,8 +52,7 @@ SCHEMAS = [
 
 def tokenizer_with_end():
     tokenizer = byte_level()
-    assert tokenizer.add_special_tokens(["<|end|>", "</think>"]) == 2
-    assert tokenizer.token_to_id("</think>") == THINK_END
+    assert tokenizer.add_special_tokens(["<|end|>"]) == 1
     return tokenizer
 
 
@@ -299,34 +298,13 @@ def test_properties_without_a_schema_are_excluded_by_default(llm, compiler, sche
     assert (grammar.n_allowed(tokens) == len(tokens)) == is_open
 
 
-@pytest.mark.parametrize(
-    "outputs", [{"choice": ["a"]}, {"regex": "a"}, {"grammar": 'root ::= "a"'}]
-)
-def test_grammar_may_begin_behind_free_text(llm, compiler, outputs):
-    around = "start: TEXT </think> @answer\nTEXT: /(.|\\n)*/"
-    outputs = StructuredOutputs(**outputs, around=around)
-    grammar = compiler.compile(outputs)
-    a, b = (llm.encode(letter)[0] for letter in "ab")
-    # Root, free text, the tag behind it, and the constrained text.
-    tree = DraftTree(random_tree(1, 0).after_chain(5), torch.tensor([b, b, THINK_END, a, b, b]))
-    masks = bits(grammar.masks_after(tree.paths()))
-    free, still_free, start, end, *_ = map(set, map(np.flatnonzero, masks))
-    assert free == still_free and {a, b, THINK_END} <= free and END not in free
-    assert (start, end) == ({a}, {END})
-    grammar.advance(THINK_END)
-    assert allowed_by(grammar) == [a]
-    params = SamplingParams(max_tokens=4, structured_outputs=outputs)
-    assert llm.generate("x", params)[0].finish_reason == "length"
-    with pytest.raises(SettingsError, match="<no>"):
-        compiler.compile(replace(outputs, around="start: <no> @answer"))
-
-
 @pytest.mark.parametrize(("outputs", "message"), [
     ({"json": {"type": "foo"}}, "^json_schema: .*Invalid type"),
     ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
     ({"regex": "a" * 300_000}, "^regex: .*at most 196608 characters, has 300"),
     ({"choice": [f"choice {i}" for i in range(20_000)]}, "^choice: .*at most 196608 char"),
     ({"json": {"not": {"type": "null"}}}, "Unimplemented"),
+    ({"choice": ["a"], "around": "start: <no> @answer"}, "<no>"),
     ({"regex": "(a"}, "^regex: .*unclosed group"),
     ({"grammar": "start: missing"}, "^grammar: .*missing"),
 ])  # fmt: skip

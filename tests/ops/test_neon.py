@@ -36,8 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(neon.missing() != "", reason=
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[neon.NeonLibrary]:
-    library = neon.NeonLibrary(tmp_path_factory.mktemp("neon"))
+def library() -> Iterator[neon.NeonLibrary]:
+    library = neon.NeonLibrary()
     yield library
     library.stop()
 

@@ -1,11 +1,9 @@
 """The CPU library for aarch64 under qemu: its calls read and write the memory of this process."""
 
 import ctypes
-import fcntl
 import shutil
 import struct
 import subprocess
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from offload_rt.ops import build
+from support.emulated import built
 
 CXX = "aarch64-linux-gnu-g++"
-ROOT = Path(__file__).resolve().parents[2]
 _PAGE = 4096
-_SYSTEM = Path("/usr/aarch64-linux-gnu")
 _QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 
 
@@ -29,28 +26,22 @@ def missing() -> str:
     return "" if has_all else "needs qemu-aarch64 and aarch64-linux-gnu-g++"
 
 
-def build_library() -> Path:
-    """Compile the library of the aarch64 wheel, unless its build folder contains it."""
-    recipe = replace(build.cpu(0, "aarch64"), compiler=CXX)
-    library = ROOT / "build" / recipe.file
-    library.parent.mkdir(exist_ok=True)
-    with (library.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            recipe.build(library)
-    return library
-
-
 class NeonLibrary:
     """Functions of the library by attribute; see `neon.cpp`, their arguments are integers."""
 
-    def __init__(self, folder: Path) -> None:
-        program = folder / "neon"
+    def __init__(self) -> None:
         # Far from the addresses of this process, which the program reads at the same place.
         place = ("-no-pie", "-Wl,-Ttext-segment=0x300000000000")
-        source = str(Path(__file__).with_suffix(".cpp"))
-        subprocess.run([CXX, "-std=c++20", "-O2", *place, source, "-o", program], check=True)
-        self._command = [str(_QEMU), "-L", str(_SYSTEM), str(program), str(build_library())]
+        source = Path(__file__).with_suffix(".cpp")
+        program = built(
+            [source], lambda to: [CXX, "-std=c++20", "-O2", *place, str(source), "-o", str(to)]
+        )
+        folder, flags = str(build.SOURCES), build.cpu(0, "aarch64").arguments
+        library = built(
+            [Path(build.__file__), *sorted(build.SOURCES.glob("*cpu*"))],
+            lambda to: ["env", "-C", folder, CXX, *flags, "-o", str(to)],
+        )
+        self._command = [str(_QEMU), "-L", "/usr/aarch64-linux-gnu", str(program), str(library)]
         self._process = self._start()
         self._lock = Lock()
 

@@ -101,9 +101,8 @@ def _run(program: str, arguments: list[str], files: list[str], environment: dict
     """Run a program like an interpreter, from imported modules to its exit."""
     os.environ |= environment
     os.setsid()  # the first terminal opened below then controls this process
-    for number, (file, mode) in enumerate(
-        zip(files, (os.O_RDONLY, *[os.O_WRONLY] * 2), strict=True)
-    ):
+    for number, file in enumerate(files):
+        mode = os.O_WRONLY if number else os.O_RDONLY
         os.dup2(os.open(file, mode | os.O_APPEND), number)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115

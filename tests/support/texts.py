@@ -3,7 +3,6 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate.protocols import Drafter
 from offload_rt.speculate.select import load_rule
-from support.tiny import CASES, Pair, assert_drawn, engine_of, logits_of, nearly, save_pair
+from support.tiny import CASES, assert_drawn, engine_of, logits_of
 
 N_NEW = 3
 N_DRAWS = 500
@@ -44,12 +43,6 @@ def small_model(vocab_size: int, n_layers: int, sureness: float = 2.0) -> PreTra
     return model
 
 
-def small_pair(folder: Path) -> Pair:
-    """A model of four tokens, none of them sure or impossible, with a draft that is far off."""
-    model = small_model(VOCABULARY, n_layers=1, sureness=0.5)
-    return save_pair(folder, model, nearly(model, 0.15))
-
-
 def run_together(
     llm: LLM, drafter: Drafter, rule: str, batch: Sequence[TokenSequence], n_nodes: int
 ) -> list[list[int]]:
@@ -60,26 +53,6 @@ def run_together(
     while engine.step():
         pass
     return [sequence.tokens[sequence.n_prompt :] for sequence in batch]
-
-
-def sampled_texts(llm: LLM, drafter: Drafter, rule: str, n_nodes: int) -> list[list[list[int]]]:
-    """N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
-    texts: list[list[int]] = []
-    for start in range(0, 2 * N_DRAWS, 100):
-        batch = [
-            TokenSequence([*PROMPTS[i % 2]], SamplingParams(N_NEW, seed=i, **PARAMS[i % 2]), 64)
-            for i in range(start, start + 100)
-        ]
-        texts += run_together(llm, drafter, rule, batch, n_nodes)
-    return [texts[0::2], texts[1::2]]
-
-
-def exact_distributions(model: PreTrainedModel) -> list[np.ndarray]:
-    """Of the texts that `sampled_texts` draws, per prompt."""
-    return [
-        exact_distribution(model, prompt, SamplingParams(**settings))
-        for prompt, settings in zip(PROMPTS, PARAMS, strict=True)
-    ]
 
 
 class OverAnswer(LogitsProcessor):
@@ -97,36 +70,27 @@ class OverAnswer(LogitsProcessor):
         return scores
 
 
-def modifiers(
-    params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
-) -> LogitsProcessorList:
-    """Return transformers' logits processors before the temperature, in vLLM's order."""
-    processors = LogitsProcessorList()
+def processors(params: SamplingParams, n_prompt: int = 0) -> LogitsProcessorList:
+    """Return transformers' logits processors in vLLM's order; no filters at temperature 0."""
+    chain = LogitsProcessorList()
     if params.logit_bias:
         biases = {(token,): float(bias) for token, bias in params.logit_bias.items()}
-        processors.append(SequenceBiasLogitsProcessor(biases))
-    processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
-    processors.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
+        chain.append(SequenceBiasLogitsProcessor(biases))
+    chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.0))
+    chain.append(OverAnswer(n_prompt, params.presence_penalty, params.frequency_penalty))
     if params.bad_words_ids:
-        processors.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
+        chain.append(NoBadWordsLogitsProcessor([[*word] for word in params.bad_words_ids]))
     if params.allowed_token_ids:
         allowed = [*params.allowed_token_ids]
-        processors.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
-    ends = [*end_ids, *params.stop_token_ids]
-    if params.min_tokens and ends:
-        processors.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
-    return processors
-
-
-def processors(
-    params: SamplingParams, n_prompt: int, end_ids: Sequence[int] = ()
-) -> LogitsProcessorList:
-    """Return all logits processors of transformers at a positive temperature, in its order."""
-    chain = modifiers(params, n_prompt, end_ids)
-    chain.append(TemperatureLogitsWarper(params.temperature))
-    chain += [TopKLogitsWarper(params.top_k)] if params.top_k else []
-    chain += [TopPLogitsWarper(params.top_p)] if params.top_p else []
-    chain += [MinPLogitsWarper(params.min_p)] if params.min_p else []
+        chain.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
+    if params.min_tokens:
+        ends = [*params.stop_token_ids]
+        chain.append(MinNewTokensLengthLogitsProcessor(n_prompt, params.min_tokens, ends))
+    if params.temperature:
+        chain.append(TemperatureLogitsWarper(params.temperature))
+        chain += [TopKLogitsWarper(params.top_k)] if params.top_k else []
+        chain += [TopPLogitsWarper(params.top_p)] if params.top_p else []
+        chain += [MinPLogitsWarper(params.min_p)] if params.min_p else []
     return chain
 
 
@@ -154,6 +118,17 @@ def assert_distribution(texts: Iterable[Sequence[int]], probs: np.ndarray) -> No
     assert_drawn(counted, dict(np.ndenumerate(probs)))
 
 
-def assert_distributions(texts: Sequence[Iterable[Sequence[int]]], probs: list[np.ndarray]) -> None:
-    for of_prompt, expected in zip(texts, probs, strict=True):
-        assert_distribution(of_prompt, expected)
+def assert_sampled_texts(
+    llm: LLM, drafter: Drafter, rule: str, n_nodes: int, model: PreTrainedModel
+) -> None:
+    """Draw N_DRAWS texts per prompt, each with its own seed, in batches of both prompts."""
+    texts: list[list[int]] = []
+    for start in range(0, 2 * N_DRAWS, 100):
+        batch = [
+            TokenSequence([*PROMPTS[i % 2]], SamplingParams(N_NEW, seed=i, **PARAMS[i % 2]), 64)
+            for i in range(start, start + 100)
+        ]
+        texts += run_together(llm, drafter, rule, batch, n_nodes)
+    for i, prompt in enumerate(PROMPTS):
+        probs = exact_distribution(model, prompt, SamplingParams(**PARAMS[i]))
+        assert_distribution(texts[i::2], probs)
