@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.drafted import grow_with
+from support.languages import grow_with
 from support.tiny import (
     COMBINATIONS,
     Steady,

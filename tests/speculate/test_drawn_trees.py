@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.drafted import grow_with
-from support.languages import VOCABULARY, Draw, Language, distribution_under, every_run, outcomes
+from support.languages import (
+    VOCABULARY,
+    Draw,
+    Language,
+    distribution_under,
+    every_run,
+    grow_with,
+    outcomes,
+)
 from support.tiny import exact_draws, sequence_of
 from torch import Tensor
 

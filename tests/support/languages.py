@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from offload_rt.executor.sequence import Sequence
+from offload_rt.speculate.dynamic_builder import DynamicTreeBuilder
 from offload_rt.speculate.protocols import VerificationRule
 from offload_rt.speculate.residual import Decision, ResidualRule
+from offload_rt.speculate.static_builder import StaticTreeBuilder
+from offload_rt.speculate.tree_state import captured, select_tokens
 from offload_rt.speculate.verify import coupled, match
 from offload_rt.tree.topology import DraftTree, SampledNodes, Topology, Verdict
 from support.tiny import random_tree, sequence_of
@@ -139,6 +142,26 @@ def child_probs(tree: DraftTree, node: int) -> Iterator[tuple[int, Tensor | None
             if not sampled.independent:
                 free[tree.tokens[child]] = 0
     yield from ((child, None) for child in given)
+
+
+def grow_with(
+    builder: StaticTreeBuilder | DynamicTreeBuilder,
+    probs_after: Callable[[tuple[int, ...]], Tensor],
+    guess: Callable[[], None] = lambda: None,
+) -> None:
+    """Grow a tree as a draft model does, by distributions (vocabulary,) after the paths of rows.
+
+    guess  may add rows to the next pass
+    """
+    state = builder.state
+    while len(state.tokens) > state.n_done:
+        guess()
+        paths = Topology(state._tree.parents[: len(state.tokens)]).paths(state.tokens)
+        logits = torch.stack([probs_after(path).log().float() for path in paths[state.new_rows]])
+        reduce = captured(builder)
+        selected = select_tokens(builder, reduce(logits) if reduce else logits)
+        state.computed()
+        builder.extend(selected)
 
 
 @cache
