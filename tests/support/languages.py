@@ -91,22 +91,10 @@ class Recipe:
 
     def trees(self, draft: Language) -> Iterator[tuple[DraftTree, float]]:
         """Every tree it can become, with its probability."""
-        return every_run(lambda draw: self._grow(lambda _, text: draft.after(text), draw))
+        return every_run(lambda draw: self.grow(lambda _, text: draft.after(text), draw))
 
-    def drawn(self, draft_probs: Tensor, seed: int) -> DraftTree:
-        """A tree of nodes with these distributions (n, vocabulary)."""
-        rng = np.random.default_rng(seed)
-
-        def draw(outcomes: Iterable[tuple[Any, float]]) -> Any:
-            values, probs = zip(*outcomes, strict=True)
-            return rng.choice(values, p=probs)
-
-        tree = self._grow(lambda node, _: draft_probs[node], draw)
-        rows = np.arange(len(draft_probs))
-        sampled = SampledNodes(self.is_sampled, draft_probs, rows, self.independent)
-        return replace(tree, sampled=sampled)
-
-    def _grow(self, after: Callable[[int, list[int]], Tensor], draw: "Draw") -> DraftTree:
+    def grow(self, after: Callable[[int, list[int]], Tensor], draw: "Draw") -> DraftTree:
+        """Draw a tree with distributions by nodes and their texts."""
         tree = DraftTree(self.topology, torch.zeros(len(self.topology), dtype=torch.int64))
         row_of = np.full(len(self.topology), -1)
         rows: list[Tensor] = []
@@ -180,9 +168,17 @@ def random_case(
     draft /= draft.sum(-1, keepdims=True)
     noise = rng.dirichlet(np.full(vocabulary, 0.5), n)
     target = torch.from_numpy(0.6 * draft + 0.4 * noise).to(dtype)
-    shape = Recipe(random_tree(n, seed, reach=7), is_sampled, seed % 4 == 3)
-    tree = shape.drawn(torch.from_numpy(draft).to(dtype), seed)
-    return tree, target, torch.from_numpy(rng.random(n))
+    draft_probs = torch.from_numpy(draft).to(dtype)
+    drawing = np.random.default_rng(seed)
+
+    def draw(outcomes: Iterable[tuple[Any, float]]) -> Any:
+        values, probs = zip(*outcomes, strict=True)
+        return drawing.choice(values, p=probs)
+
+    recipe = Recipe(random_tree(n, seed, reach=7), is_sampled, seed % 4 == 3)
+    tree = recipe.grow(lambda node, _: draft_probs[node], draw)
+    sampled = SampledNodes(is_sampled, draft_probs, np.arange(n), recipe.independent)
+    return replace(tree, sampled=sampled), target, torch.from_numpy(rng.random(n))
 
 
 Decide = Callable[[DraftTree, Tensor, Tensor], Decision]
@@ -293,21 +289,15 @@ def recipe(parents: list[int], is_sampled: str, independent: bool = False) -> Re
     return Recipe(Topology(np.array(parents)), letters, independent)
 
 
-def small_tree(n: int, seed: int) -> Topology:
-    """Return a random tree of depth three at most, without more children than tokens."""
-    return next(
-        tree
-        for tree in (random_tree(n, i) for i in itertools.count(seed, 1000))
-        if tree.depths.max() <= 3 and max(map(len, tree.children)) <= VOCABULARY
-    )
-
-
 def random_recipe(seed: int) -> Recipe:
-    """Of four to six nodes, each sampled or deterministic."""
+    """Of four to six nodes, each sampled or deterministic, without more children than tokens."""
     n = 4 + seed % 3
     is_sampled = np.random.default_rng(seed).random(n) < 0.6
     is_sampled[0] = False
-    return Recipe(small_tree(n, seed), is_sampled)
+    for i in itertools.count(seed, 1000):
+        tree = random_tree(n, i)
+        if tree.depths.max() <= 3 and max(map(len, tree.children)) <= VOCABULARY:
+            return Recipe(tree, is_sampled)
 
 
 RECIPES = {
