@@ -105,11 +105,12 @@ def _small(
 
 
 def random_model(
-    config: PreTrainedConfig, seed: int = 0, has_tower: bool = False
+    config: PreTrainedConfig, seed: int = 0, has_tower: bool = False, spread: float = SPREAD
 ) -> PreTrainedModel:
     """Return a model of any type with weights that all affect the logits.
 
     has_tower  the model for images, of types that also have a model for text alone
+    spread     standard deviation of the weights
     """
     is_causal = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     kind = "CausalLM" if is_causal and not has_tower else "ImageTextToText"
@@ -118,7 +119,7 @@ def random_model(
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         middle = float(weight.dim() == 1 and bool(weight.mean() == 1))
-        weight.data = middle + SPREAD * torch.randn(weight.shape, generator=generator)
+        weight.data = middle + spread * torch.randn(weight.shape, generator=generator)
     return model
 
 

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import offload_rt.llm
+from bench.models.tiny import random_model
 from offload_rt import LLM, Output, SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
@@ -73,12 +73,7 @@ class Case:
     ) -> PreTrainedModel:
         """A random model, biases and norms included, so that every misplaced weight shows."""
         config = AutoConfig.for_model(self.model_type, **SIZES | self.changes | changes)
-        net = AutoModelForCausalLM.from_config(config)
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in net.parameters():
-            middle = float(parameter.dim() == 1 and parameter.mean() == 1)
-            parameter.data = middle + SPREAD * torch.randn(parameter.shape, generator=generator)
-        return net.to(dtype).eval()
+        return random_model(config, seed, spread=SPREAD).to(dtype)
 
 
 def _rope(kind: str, **parameters: float) -> dict[str, Any]:
@@ -264,32 +259,25 @@ class GreedyText(Sequence[int]):
 
     Comparison with a text takes a single forward pass: each token of the text must be the most
     probable one after its predecessors. Other uses and unequal texts generate the continuation.
-
-    known  the tokens known so far, shared by all texts of the prompt
     """
 
     model: PreTrainedModel
     prompt: Sequence[int]
     n_new: int
-    known: list[int]
 
+    @functools.cached_property
     def tokens(self) -> list[int]:
-        if len(self.known) < self.n_new:
-            ids = torch.tensor([list(self.prompt)])
-            lengths = {"max_new_tokens": self.n_new, "min_new_tokens": self.n_new}
-            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **lengths}
-            text = self.model.generate(ids, do_sample=False, **options)[0]
-            self.known[:] = text[len(self.prompt) :].tolist()
-        return self.known[: self.n_new]
+        ids = torch.tensor([list(self.prompt)])
+        lengths = {"max_new_tokens": self.n_new, "min_new_tokens": self.n_new}
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **lengths}
+        return self.model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
     def __eq__(self, text: object) -> bool:
-        if not isinstance(text, list):
-            return NotImplemented
-        if len(self.known) < self.n_new == len(text):
+        if isinstance(text, list) and len(text) == self.n_new:
             logits = logits_of(self.model, [*self.prompt, *text])
             if logits[len(self.prompt) - 1 : -1].argmax(-1).tolist() == text:
-                self.known[:] = text
-        return self.tokens() == text
+                return True
+        return self.tokens == text
 
     __hash__ = None
 
@@ -297,25 +285,18 @@ class GreedyText(Sequence[int]):
         return self.n_new
 
     def __getitem__(self, i: Any) -> Any:
-        return self.tokens()[i]
+        return self.tokens[i]
 
     def __radd__(self, before: list[int]) -> list[int]:
-        return before + self.tokens()
+        return before + self.tokens
 
     def __repr__(self) -> str:
-        return repr(self.tokens())
-
-
-_TEXTS: WeakKeyDictionary[PreTrainedModel, dict[Any, list[int]]] = WeakKeyDictionary()
+        return repr(self.tokens)
 
 
 def generate(model: PreTrainedModel, prompt: Sequence[int], n_new: int) -> GreedyText:
-    """The greedy continuation by transformers, of exactly so many tokens.
-
-    Computed once per model, dtype and prompt: change no weights after the first call.
-    """
-    known = _TEXTS.setdefault(model, {}).setdefault((model.dtype, tuple(prompt)), [])
-    return GreedyText(model, prompt, n_new, known)
+    """The greedy continuation by transformers, of exactly so many tokens."""
+    return GreedyText(model, prompt, n_new)
 
 
 def assert_continued(
