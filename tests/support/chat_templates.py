@@ -41,11 +41,8 @@ TEMPLATES = {
     ),
     "mistral_list": template(
         "{% if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
-        + _OBJECT[:-1]
-        + ', "id": "{{ c.id }}"}',
-        ", ",
-        "[TOOL_CALLS][",
-        "]",
+        + _OBJECT[:-1] + ', "id": "{{ c.id }}"}',
+        ", ", "[TOOL_CALLS][", "]",
     ),
     "mistral": template("[TOOL_CALLS]{{ f.name }}[ARGS]" + _JSON),
     "mistral_ids": template("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]" + _JSON),
@@ -110,8 +107,7 @@ TEMPLATES = {
         "tools or ", ""
     ),
     "recipient": template(
-        "{{ f.name }}\n{{ f.arguments + '' }}",
-        ">>>",
+        "{{ f.name }}\n{{ f.arguments + '' }}", ">>>",
         text="{{ '>>>' if m.role == 'assistant' }}"
         "{% if m.content %}all\n{{ m.content }}{% endif %}",
     ).replace("assistant{{ '\\n' }}{% endif %}", "assistant{{ '\\n' }}>>>{% endif %}"),
