@@ -227,14 +227,10 @@ def test_interrupt_prints_all_answers_and_the_speed(prompts, n, line, model, mon
     count = "5 tokens in" if n == 1 else "20 tokens of 4 answers in"
     assert re.search(rf"tokens/s\n{count} [\d.]+ s, .*pass\ninterrupted\n$", err)
     assert line(*flags, "--quiet")[2] == "interrupted\n"
-
-
-def test_interrupt_before_the_first_token_prints_json(line, model, monkeypatch):
     monkeypatch.setattr(LLM, "load", Mock(side_effect=KeyboardInterrupt))
-    code, out, err = line("--model", str(model), *SMALL, "--prompt", "x", "--json", "--quiet")
-    assert (code, err) == (130, "interrupted\n")
+    code, out, err = line(*flags, "--json", "--quiet")
     ended = {"text": "", "token_ids": [], "finish_reason": "interrupted", "stats": None}
-    assert json.loads(out) == ended
+    assert (code, json.loads(out), err) == (130, ended, "interrupted\n")
 
 
 @pytest.mark.parametrize("length", [20, 40])

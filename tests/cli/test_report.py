@@ -137,9 +137,8 @@ def test_report_begins_with_speed_and_gain():
     assert "times" not in run_report(*totals, None, {})
     plain = passes(n_rows=1, n_tokens=1)
     assert "times" not in run_report(plain, 1, None, {})
-    assert run_report([*plain, passes()[1]], 1, None, {}).startswith(
-        "1.50 tokens/s, 1.2 times plain decoding at 1.25\n"
-    )
+    mixed = run_report([*plain, passes()[1]], 1, None, {})
+    assert mixed.startswith("1.50 tokens/s, 1.2 times plain decoding at 1.25\n")
     several = run_report(passes(n_tokens=6), 3, None, {})
     assert several == "7.50 tokens/s\n30 tokens of 3 answers in 4.70 s, 6.00 tokens per pass"
     # A mixture whose layers are resident still reads experts.

@@ -235,11 +235,8 @@ def test_surplus_connections_are_refused(llm, monkeypatch):
 def test_flood_of_connections_and_shutdown(tmp_path):
     """Of a program with few files."""
     script = tmp_path / "script.py"
-    script.write_text(
-        "import resource, runpy\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))\n"
-        "runpy.run_module('offload_rt.serve', run_name='__main__')\n"
-    )
+    limit = "import resource, runpy\nresource.setrlimit(resource.RLIMIT_NOFILE, (500, 500))\n"
+    script.write_text(limit + "runpy.run_module('offload_rt.serve', run_name='__main__')\n")
     with serving(str(script), tmp_path, "--drain", "1") as (program, port):
 
         def is_healthy() -> bool:

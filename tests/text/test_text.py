@@ -262,12 +262,8 @@ def test_parts_do_not_depend_on_the_pieces(text, starts_inside, expected):
 
 def test_text_is_returned_as_soon_as_no_tag_can_follow():
     splitter = ReasoningSplitter()
-    for piece, parts in (
-        ("\n<th", []),
-        ("ink>a <", ["a "]),
-        ("b", ["<b"]),
-        ("</think>c <", ["c <"]),
-    ):
+    pieces = {"\n<th": [], "ink>a <": ["a "], "b": ["<b"], "</think>c <": ["c <"]}
+    for piece, parts in pieces.items():
         assert [part.text for part in splitter.add(piece)] == parts
     assert THINK.opens("<|assistant|>\n<think>\n")
     assert not THINK.opens("<think>\n\n</think>\n\n")
