@@ -21,7 +21,6 @@ from offload_rt.system.disk_rate import measure_disk_gbps
 
 
 def run(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Return the checks by name, and the models."""
     assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     return {check["name"]: check for check in found["checks"]} | {"models": found["models"]}

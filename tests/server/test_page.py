@@ -79,7 +79,6 @@ def change_settings(driver: Chrome, **values: object) -> None:
 
 
 def start(driver: Chrome, n: int, text: str = "import os") -> str:
-    """Answer a message by a number of tokens."""
     change_settings(driver, max_tokens=n, temperature=0)
     say(driver, text)
     return wait_for_end(driver, 1)[0]

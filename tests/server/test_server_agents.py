@@ -36,7 +36,6 @@ ANSWER = ("One two", "So: ", [("add", {"a": 1})])
 
 @pytest.fixture
 def reasons(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the model reason in tags."""
     chat_format = ChatFormat.select(served.llm.tokenizer, "hermes", "think")
     monkeypatch.setattr(served.service, "chat_format", chat_format)
 
@@ -130,8 +129,7 @@ def data_of(*size: int) -> str:
 DATA = data_of(5, 3)
 URL = f"data:image/png;base64,{DATA}"
 OPENAI = {"type": "image_url", "image_url": {"url": URL, "detail": "auto"}}
-SOURCE = {"type": "base64", "media_type": "image/png", "data": DATA}
-ANTHROPIC = {"type": "image", "source": SOURCE}
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 N_TOKENS = 2 * 5 + 2  # columns of two images, and the tokens of "x"
 
 

@@ -68,7 +68,6 @@ def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
 
 
 def accepted(compiler, tokenizer, outputs, text):
-    """Whether a text is a complete answer of a grammar."""
     tokens = [*tokenizer.encode(text, add_special_tokens=False), 0]
     return compiler.compile(outputs).n_allowed(tokens) == len(tokens)
 
