@@ -215,7 +215,6 @@ def test_terminal_edits_messages_and_stops_answers(model, tmp_path):
         os.close(end)
 
 
-# Commands, and the Markdown blocks of answers
 @pytest.fixture
 def conversation() -> Conversation:
     started = Conversation(SamplingParams(), "Be brief.")
