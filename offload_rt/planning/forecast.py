@@ -197,7 +197,7 @@ def predict(
     kept_tokens = 1.0 if draft is None else KEPT_TOKENS[draft.rounding]
     tokens_ratio = kept_tokens * request.acceptance.dynamic_ratio
     topology = select_topology(cost, costs, by_rank, _limits(request, fitted, costs), context)
-    run = predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio)
+    trees = predict_decoding(cost, costs, topology, by_rank, context, request.tokens, tokens_ratio)
     single = predict_decoding(cost, costs, Topology.chain(1), by_rank, context, request.tokens)
     row_s, compute_s = costs.target.at(np.array([1, len(topology)]), context).tolist()
     return Forecast(
@@ -205,7 +205,7 @@ def predict(
         machine=machine,
         memory_plan=fitted,
         topology=topology,
-        run=run.mixed(single, request.acceptance.drafted),
+        run=trees.mixed(single, request.acceptance.drafted),
         single=single,
         moved=_link_nbytes(moved, dict(machine.links), context, len(topology)),
         draft_s=costs.draft_s(topology, context),
