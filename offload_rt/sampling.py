@@ -190,10 +190,9 @@ def token_logprobs(
     for part in _parts(0, len(logits)):
         logprobs = logits[part].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         own = chosen[part, None]
-        best = logprobs.topk(k)
         rank = (logprobs > logprobs.gather(-1, own)).sum(-1, keepdim=True) + 1
         # The token itself precedes the top tokens, possibly as a duplicate.
-        ids = torch.cat((own, best.indices), -1)
+        ids = torch.cat((own, logprobs.topk(k).indices), -1)
         host = (tensor.tolist() for tensor in to_host([rank, ids, logprobs.gather(-1, ids)]))
         for own_rank, row_ids, row_values in zip(*host, strict=True):
             columns = zip(row_ids, row_values, (*own_rank, *range(1, k + 1)), strict=True)
@@ -268,9 +267,8 @@ class _Change:
         seen = set(context.tokens) if self._penalty != 1.0 else ()
         ends = context.end_ids if self._n_early > 0 else ()
         self._bad_words = context.bad_words
-        singles = self._bad_words.singles
         counted = answer if self._counts else ()
-        ids = seen, counted, ends, bias, singles, params.allowed_token_ids
+        ids = seen, counted, ends, bias, self._bad_words.singles, params.allowed_token_ids
         host = [torch.tensor([*part], dtype=torch.int64) for part in ids]
         host.append(torch.tensor([*bias.values()], dtype=torch.float64))
         placed = to_device(host, device)

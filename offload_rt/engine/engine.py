@@ -255,9 +255,8 @@ class Engine(SequencePool):
             else:  # every rule accepts the greedy choices alone
                 verdict = walk(candidates, target, target.best)
             drafted, its_verdict = tree.drafted(verdict)
-            drafted_logits = logits[: len(drafted.topology)]
             if self._pauses.is_drafting:
-                predicted = top_tokens(drafted_logits, self.drafter.n_predicted)
+                predicted = top_tokens(logits[: len(drafted.topology)], self.drafter.n_predicted)
                 self.drafter.learn(sequence, drafted, its_verdict, predicted)
             else:
                 self.drafter.skip(sequence)

@@ -159,7 +159,6 @@ def convert_command(spec: Architecture) -> str:
 
 
 def _other_sidecars(directory: Path) -> str:
-    """Return the names of sidecars for a different number of ranks or sharding."""
     names = (path.name for path in directory.parent.parent.glob("*"))
     return ", ".join(sorted(name for name in names if name.startswith(("lossless", "raw-"))))
 

@@ -106,8 +106,7 @@ def upload_gbps(device: torch.device, nbytes: int = 256 << 20) -> float:
     """Measure the GB/s of copies from pinned host memory to a GPU."""
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with pinned_block(nbytes, device) as source:
-        seconds = timed(device, lambda: target.copy_(source, non_blocking=True))
-    return nbytes / min(seconds) / 1e9
+        return nbytes / min(timed(device, lambda: target.copy_(source, non_blocking=True))) / 1e9
 
 
 def timed(device: torch.device, work: Callable[[], object], n_times: int = 3) -> list[float]:

@@ -214,11 +214,10 @@ class RanksSpec:
         links = (("disk", profile.link_gbps(disk, model.n_layers)),)
         nbytes = sum(disk.nbytes(i) for i, tier in enumerate(memory.plan.tiers) if tier == "disk")
         machine = MachineProfile(links, product_gbps[0], compute=times)
-        ranks = model.ranks
 
         def slowest_s(sizes: np.ndarray) -> np.ndarray:
             seconds = pass_times(machine, PassBytes((("disk", nbytes),), 0), sizes, 0)
-            return -np.array(ranks.least(*(-seconds).tolist()))[:, None]
+            return -np.array(model.ranks.least(*(-seconds).tolist()))[:, None]
 
         trees = search(Acceptance().by_rank(), limits.n_nodes, limits.n_levels)
         return select_tree(trees.values, limits, slowest_s).token_s

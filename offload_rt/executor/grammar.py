@@ -187,8 +187,7 @@ def _within(around: str | None, source: str) -> str:
         return source
     is_json = source.startswith("{")
     (answer,) = json.loads(source)["grammars"] if is_json else [{"lark_grammar": source}]
-    grammars = [{"lark_grammar": around}, answer | {"name": "answer"}]
-    return json.dumps({"grammars": grammars})
+    return json.dumps({"grammars": [{"lark_grammar": around}, answer | {"name": "answer"}]})
 
 
 def _check(matcher: "LLMatcher", name: str = "structured outputs") -> None:

@@ -119,8 +119,7 @@ def _within(node: Json, part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     kept = {"type": node["type"]} if "type" in node else {}
-    required = _list(node.get("required")) + _list(part.get("required"))
-    return {**kept, **part, "required": required}
+    return {**kept, **part, "required": _list(node.get("required")) + _list(part.get("required"))}
 
 
 def _target(root: Json, reference: Any) -> Any:
