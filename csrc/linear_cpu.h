@@ -31,8 +31,8 @@ constexpr int64_t kBlockNbytes = 2048;
 constexpr int kAhead = 2048;
 // Least bytes between the codes of these outputs and the prefetched codes of later outputs.
 constexpr int64_t kAheadOuts = 8192;
-// Bytes between the weights of a row that are multiplied and those that are prefetched.
-constexpr int kAheadInRow = 512;
+// Distance of prefetched weights in rows of more than kShortRow bytes. Of shorter rows, those of the next tile are prefetched.
+constexpr int kAheadInRow = 512, kShortRow = 4096;
 // Numbers of x between two sums of the lanes: kDepth<X>.
 template <typename X>
 constexpr int kDepth = kBlockNbytes / sizeof(X);
@@ -105,6 +105,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
   V sums[M * N];
 #pragma GCC unroll 24
   for (int i = 0; i < M * N; ++i) sums[i] = V{};
+  const int64_t ahead_in_tile = M == 1 && ldw * int64_t(sizeof(W)) > kShortRow ? kAheadInRow / int64_t(sizeof(W)) : N * ldw;
 #if LEVEL >= 3
   if constexpr (sizeof(X) == 2) {
     for (int k = 0; k < n; k += 2 * kLanes) {
@@ -112,7 +113,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
         b[j] = (__m512bh)_mm512_loadu_si512(w + j * ldw + k);
-        if constexpr (is_next_tile) __builtin_prefetch(M == 1 ? w + j * ldw + k + kAheadInRow / 2 : w + (N + j) * ldw + k, 0, 2);
+        if constexpr (is_next_tile) __builtin_prefetch(w + j * ldw + k + ahead_in_tile, 0, 2);
       }
       if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
@@ -131,7 +132,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
       const V a = load(x + k);
       if (k * sizeof(W) % 64 == 0)
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + kAheadInRow / sizeof(W), 0, 2);
+        for (int j = 0; j < N; ++j) __builtin_prefetch(w + j * ldw + k + ahead_in_tile, 0, 2);
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) sums[j] = fma(load(w + j * ldw + k), a, sums[j]);
     }
@@ -143,7 +144,7 @@ inline void add_tile(const X* x, int64_t ldx, const W* w, int64_t ldw, int n, fl
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) {
       b[j] = load(w + j * ldw + k);
-      if constexpr (is_next_tile) __builtin_prefetch(w + (N + j) * ldw + k, 0, 2);
+      if constexpr (is_next_tile) __builtin_prefetch(w + j * ldw + k + ahead_in_tile, 0, 2);
     }
     if constexpr (!is_next_tile) __builtin_prefetch(ahead, 0, 2), ahead += next.step;
 #pragma GCC unroll 8
