@@ -30,9 +30,6 @@ from offload_rt.weights.checkpoint import open_checkpoint
 from offload_rt.weights.files import read_json
 from offload_rt.weights.header import read_header
 
-SLOW_S = 5.0  # of one case, on a machine that does other things besides
-GROWTH = 600 << 20  # bytes that all cases together may take beyond what was taken before
-
 FEW_TOKENS = ["--prompt", PROMPT, "--device", "cpu", "--quiet", "--max-new-tokens", "3"]
 INDEX = "model.safetensors.index.json"
 FAMILIES = [config_of(kind).to_dict() for kind in ("llama", "mistral", "qwen2", "qwen3")]
@@ -50,7 +47,7 @@ def memory() -> Iterator[None]:
     """Assert that no case used excessive memory; the peak persists, so one check suffices."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     yield
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < GROWTH
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < 600 << 20
 
 
 def _survives(call: Callable[[], Any], seed: object) -> None:
@@ -63,7 +60,7 @@ def _survives(call: Callable[[], Any], seed: object) -> None:
         assert told.isprintable() and len(told) < 6000, (seed, told[:300])
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {type(error).__name__} {str(error)[:300]}") from error
-    assert time.process_time() - started < SLOW_S, seed
+    assert time.process_time() - started < 5.0, seed
 
 
 def _header(chance: random.Random, entries: Any, data: bytes) -> bytes:

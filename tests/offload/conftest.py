@@ -9,5 +9,4 @@ from support.streams import stream_layers
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Records of layers whose tensors are shuffled over three files."""
     return on_disk(tmp_path_factory.mktemp("stream"), list(stream_layers()), n_files=3, shuffle=5)

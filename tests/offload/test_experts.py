@@ -39,7 +39,6 @@ from offload_rt.offload.thread_experts import ThreadExperts
 from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
-DEVICES = pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 
 
 def visit(cache, device, k, experts):
@@ -54,7 +53,7 @@ def visit(cache, device, k, experts):
     assert [seen for _, seen in device.seen()] == expected
 
 
-@DEVICES
+@pytest.mark.parametrize("make", [Host, FakeGPU, FakeGPUWithDisk])
 @pytest.mark.parametrize(("n_slots", "late_s"), [(2, 0.002), (3, 0.0), (5, 0.002), (6, 0.0)])
 def test_experts_arrive_with_their_bytes(make, files, n_slots, late_s):
     chance = random.Random(n_slots)
@@ -304,7 +303,6 @@ CPU = torch.device("cpu")
 
 
 def set_rates(host, seconds):
-    """Set the host's seconds per expert, relative to a copy of one second."""
     host.copy_s = 1.0
     host.times = ComputeTimes((1,), (0,), ((seconds,),))
     host.is_on = True
@@ -340,7 +338,6 @@ def check_texts(model, folder, monkeypatch, computed, ways, **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_cuda_texts_equal_transformers(mixture_of, kind, monkeypatch, computed):
-    """With some experts computed on either side, plainly and by trees."""
     ways = (0.5, {}), (2.0, {"drafter": "recycle", "tree_size": 8})
     check_texts(*mixture_of(kind), monkeypatch, computed, ways)
 

@@ -51,7 +51,6 @@ from offload_rt.weights.lossless import (
 Decoder = Callable[[EncodedImage, Tensor], bool]
 # 64 and 4,096 weights start on their own, and a chunk ends after 524,288.
 COUNTS = (1, 7, 63, 64, 65, 4095, 4096, 4097, 20_000)
-N_NEW = 5
 
 
 @pytest.fixture(
@@ -339,7 +338,7 @@ def spec_of(model: Path, **settings: object) -> EngineSpec:
 def run(model: Path, **settings: object) -> tuple[list[int], int]:
     """Greedy tokens, and the bytes that crossed the link, in float32."""
     with LLM(str(model), max_model_len=64, drafter="none", dtype="float32", **settings) as llm:
-        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=N_NEW))[0]
+        output = llm.generate(prompt_of(0), SamplingParams(max_new_tokens=5))[0]
     return output.token_ids, output.stats.link_bytes
 
 
@@ -364,7 +363,7 @@ def test_lossless_tokens_equal_raw_with_fewer_bytes(model, converted):
     places = {"device": "cpu", "sidecar": str(converted)}, {"device": "cpu", "link_format": "raw"}
     encoded, raw = (run(model, **how, device_memory=budget(model, **how)) for how in places)
     exact = CASES["mistral"].build(0, torch.bfloat16).float()
-    assert encoded[0] == raw[0] == generate(exact, prompt_of(0), N_NEW)
+    assert encoded[0] == raw[0] == generate(exact, prompt_of(0), 5)
     assert encoded[1] < 0.78 * raw[1]  # chunks this small are padded
 
 
@@ -435,7 +434,6 @@ def test_rates_are_measured_once_and_after_cache_damage(model, converted, monkey
 
 
 def test_cuda_rates_use_the_device_link_and_kernel(model, converted, monkeypatch, tmp_path):
-    """Neither rate is that of the disk or of the processor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     layers = open_sidecar(open_checkpoint(model), converted)
     monkeypatch.setattr(lossless, "decode_block", decode := Mock(wraps=lossless.decode_block))

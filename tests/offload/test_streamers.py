@@ -163,7 +163,6 @@ def hold(b: Bench, n: int) -> None:
 def test_layers_arrive_in_order_with_their_bytes(
     make, kinds, n_slots, n_parallel, late_s, seed, unfinished, files
 ):
-    """In whole passes after and between unfinished passes."""
     with bench(make, files, kinds, n_slots, n_parallel=n_parallel, late_s=late_s, seed=seed) as b:
         b.sweep()
         for leave, n in unfinished[:3]:

@@ -103,7 +103,6 @@ def test_fused_expert_codes_are_divided(mxfp4_checkpoint):
 
 @pytest.mark.parametrize(("size", "is_exact"), [(2, True), (3, False)])
 def test_grouped_products_of_ranks_sum_to_the_whole(size, is_exact):
-    """Transformers' grouped products, on a CPU."""
     experts = random_model(config_of("qwen3_moe")).model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 64, generator=generator)

@@ -68,7 +68,6 @@ def config_for(path: Path, **settings: Any) -> EngineConfig:
 
 
 def least_of(config: EngineConfig, n_slots: float = 2) -> EngineConfig:
-    """The same settings with memory for so many slots."""
     with LLM.open(config) as unloaded:
         plan = unloaded.plan
     nbytes = plan.reserved.total + plan.link.buffer + int(n_slots * plan.slot_nbytes)
@@ -488,24 +487,9 @@ def test_memory_limits_decide_the_way_of_division(tmp_path, monkeypatch):
     assert short.startswith("the device memory budget is too")
 
 
-def test_all_ranks_time_passes(pair, monkeypatch):
-    """For the drafter's pass times and the baseline."""
-    measure_little(monkeypatch)
-
-    def work() -> tuple[list[int], list[float], int]:
-        with open_llm(pair.target, "disk", draft_model=str(pair.draft), exact_parallel=True) as llm:
-            compute = llm.engine.cost.profile.compute
-            return tokens_of(llm, prompt_of(4)), llm.time_plain(20), len(compute.widths)
-
-    tokens, seconds, n_widths = together(2, work)[0]
-    assert tokens == generate(pair.model, prompt_of(4), 16)
-    assert len(seconds) == 3
-    assert n_widths > 1
-
-
-def test_ranks_time_equal_numbers_of_layers(pair, monkeypatch):
+def test_all_ranks_time_equal_numbers_of_layers(pair, monkeypatch, tmp_path):
     """A layer has exchanges, so that a rank with more layers would wait for ever."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(pair.target.parent / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     timed: list[list[int]] = [[], []]
 
     def seconds_of_parts(runner: Runner, blocks: list[Any], step: Any) -> list[float]:
@@ -515,9 +499,18 @@ def test_ranks_time_equal_numbers_of_layers(pair, monkeypatch):
         return [(0.02, 0.06)[rank], 0.0]
 
     monkeypatch.setattr(profile, "_seconds_of_parts", seconds_of_parts)
-    with_draft = {"draft_model": str(pair.draft), "exact_parallel": True}
-    divided_tokens(2, pair.target, prompt_of(4), **with_draft)
-    assert timed[0] == timed[1] and timed[0]
+
+    def work(place: str) -> tuple[list[int], list[float], int]:
+        settings = {"draft_model": str(pair.draft), "exact_parallel": True}
+        with open_llm(pair.target, place, **settings) as llm:
+            compute = llm.engine.cost.profile.compute
+            return tokens_of(llm, prompt_of(4)), llm.time_plain(20), len(compute.widths)
+
+    for place in ("resident", "disk"):
+        tokens, seconds, n_widths = together(2, partial(work, place))[0]
+        assert tokens == generate(pair.model, prompt_of(4), 16)
+        assert len(seconds) == 3 and n_widths > 1
+        assert timed[0] == timed[1] and timed[0]
 
 
 def test_oom_on_rank_0_ends_the_run(pair, monkeypatch):

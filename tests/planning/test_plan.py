@@ -229,6 +229,11 @@ def test_ram_describes_another_machine(monkeypatch):
         local._budget(EngineConfig("x", device_memory="16GiB"), cpu, "16GiB")
     monkeypatch.setattr(local, "memory_budget", lambda config, device: config.host_memory)
     assert local._budget(EngineConfig("x"), torch.device("cuda"), "16GiB") == "16GiB"
+    monkeypatch.setattr(plan, "cards", lambda: ["a card"])
+    monkeypatch.setattr(LLM, "open", opened := Mock(side_effect=CapacityError("opened")))
+    assert plan.main([DEMO, "--ram", "8GiB"]) == 2
+    assert run.main([DEMO, "--prompt", "x", "--plan", "--host-memory", "4GiB"]) == 2
+    assert [call.args[0].host_memory for call in opened.call_args_list] == ["8GiB", "4GiB"]
 
 
 @pytest.mark.parametrize("over", ["ram", "memory"])
@@ -390,11 +395,3 @@ def test_run_plan_times_the_target_beside_settings_of_the_draft(flags, monkeypat
         run.main([DEMO, "--draft-model", DEMO_DRAFT, *flags, "--device-memory", "40MB", "--plan"])
         == 0
     )
-
-
-def test_ram_beside_a_gpu_is_the_host_memory(monkeypatch):
-    monkeypatch.setattr(plan, "cards", lambda: ["a card"])
-    monkeypatch.setattr(LLM, "open", opened := Mock(side_effect=CapacityError("opened")))
-    assert plan.main([DEMO, "--ram", "8GiB"]) == 2
-    assert run.main([DEMO, "--prompt", "x", "--plan", "--host-memory", "4GiB"]) == 2
-    assert [call.args[0].host_memory for call in opened.call_args_list] == ["8GiB", "4GiB"]
