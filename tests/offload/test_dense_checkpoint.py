@@ -56,11 +56,7 @@ LINEAR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 3.0}
 def test_every_gguf_family_is_read_and_converted(
     name, type, more, mixture_of, tmp_path, dequantised
 ):
-    """Tied embeddings, biases in llama.cpp's order of rows, head norms, scaled rotations, experts.
-
-    Llama 3 scales rotations by a divisor of each frequency, in a tensor. The texts of the file are
-    those of transformers, from memory and from disk; also those of `convert --dequantize`.
-    """
+    """From memory, from disk, and converted; rotations are scaled in all ways of llama.cpp."""
     path = tmp_path / "m.gguf"
     model = CASES[name].build(0) if name in CASES else copy.deepcopy(mixture_of(name)[0])
     model.config.eos_token_id = model.config.sliding_window = None

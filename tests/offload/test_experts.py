@@ -163,10 +163,7 @@ def test_close_wakes_a_waiting_pass(make, files, monkeypatch):
 
 
 def test_pass_reads_exactly_the_missing_experts(mixture_of, monkeypatch):
-    """According to transformers' routers; the next router predicts experts on this layer's input.
-
-    Predictions are not read here.
-    """
+    """By transformers' routers, of which the next predicts experts on this layer's input."""
     model, folder = mixture_of("deepseek_v3")
     prompt = prompt_of(4, 9, 150)
     text = [*prompt, *generate(model, prompt, 8)]

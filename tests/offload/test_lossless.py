@@ -198,10 +198,7 @@ def before_a_wall(nbytes: int) -> np.ndarray:
 
 
 def test_hostile_chunk_stays_within_its_bounds(decoder, request):
-    """Planes that name more escapes than there are, and starts that lead anywhere.
-
-    Contradictory starts, their end and planes are detected, except by the kernel.
-    """
+    """Contradictory starts, their end and planes are detected, except by the kernel."""
     draw = np.random.default_rng(0)
     images = (encode_layer(pack({"x": normal(n)}), 1) for n in range(5000, 5100))
     # then a block before the wall is aligned

@@ -109,10 +109,7 @@ def test_budget_named_by_the_error_is_the_smallest(layers, need):
     encoded=st.sampled_from([100, 70]),
 )  # fmt: skip
 def test_spare_memory_holds_layers_spread_evenly(n, need, fits, hosted, encoded):
-    """Of equal layers `fits` fit: two or three are slots, and the others are resident.
-
-    Encoded layers are smaller on the host; a device needs a buffer for decoding.
-    """
+    """Of equal layers `fits` fit, two or three as slots; encoded layers need a buffer."""
     assume(fits < n)
     buffer = 100 - encoded
     budget = MemoryBudget(need.total + fits * 100 + 50 + buffer, hosted * encoded)

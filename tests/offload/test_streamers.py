@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -342,8 +343,7 @@ def test_copies_of_new_sources_wait_for_earlier_compute(files, monkeypatch):
 
 
 def test_gpu_copies_are_traced_by_events(files):
-    spans: list[tuple[str, str, float, float]] = []
-    trace: Any = SimpleNamespace(on=True, add=lambda *span: spans.append(span), state=lambda *_: 0)
+    trace = Mock(on=True)
     device = FakeGPU()
     sources, tiers = build_sources(device, ("host", "device", "host", "disk"), 2, files)
     started = time.perf_counter()
@@ -352,6 +352,7 @@ def test_gpu_copies_are_traced_by_events(files):
         device.look(block)
     for part in (streamer, device, *tiers.values()):
         part.close()
+    spans = [call.args for call in trace.add.call_args_list]
     traced = {(lane.split(",")[0], name) for lane, name, _, _ in spans}
     assert traced >= {("link", f"layer {i}") for i in (0, 2, 3)} | {("disk", "layer 3")}
     assert ("link", "layer 1") not in traced

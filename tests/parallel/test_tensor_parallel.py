@@ -133,10 +133,7 @@ def read_block(disk: DiskTier, i: int) -> Tensor:
     Choice("nf4", symmetric=True), None,
 ], ids=lambda choice: id_of(choice) or "dense")  # fmt: skip
 def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
-    """In every format. By inputs, act-order, ragged groups and continuous blocks are refused.
-
-    The scales of a part may begin within a block of nested scales.
-    """
+    """By inputs, act-order, ragged groups and continuous blocks are refused."""
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).bfloat16() / 10
     stored, exact = quantized({NAME: weight}, choice) if choice else ({NAME: weight},) * 2
     save_file(stored, tmp_path / "model.safetensors")
@@ -164,10 +161,7 @@ def test_parts_of_a_matrix_join_to_the_whole(tmp_path, choice, dim):
     "choice", ["plain", None, Choice("gptq"), Choice("nf4"), Choice("fp8"), "Q4_K"], ids=str
 )
 def test_rank_reads_and_holds_its_share(tmp_path, monkeypatch, choice):
-    """Reads of all ranks sum to at most 1.03 times the bytes of the layers, in every format.
-
-    Plain checkpoints are divided by outputs; other formats use files of convert.
-    """
+    """At most 1.03 times; plain checkpoints are divided by outputs, others use files of convert."""
     is_converted = choice != "plain"
     sizes = {
         "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
@@ -217,10 +211,7 @@ def test_greedy_tokens_equal_transformers(zoo, name, size, place):
     ("adaptive_tree", False, "on"), ("adaptive_tree", False, "off"),
 ])  # fmt: skip
 def test_every_drafter_gives_the_targets_tokens(pair, monkeypatch, drafter, is_exact, split):
-    """Drafters do not see the order of sums: it is exact with a draft model, and with a view.
-
-    Where split_draft is auto, a divided draft model is timed, too.
-    """
+    """With split_draft=auto, a divided draft model is timed, too."""
     keep_steady(monkeypatch)
     cut = []
     before_calls(monkeypatch, ranks_spec, "divide", lambda whole, _: cut.append(whole.path))
@@ -242,10 +233,7 @@ TREES = {"max_model_len": 64, "tree_size": 16, "tree_depth": 5}
 def places(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, whole_s: float, *parts_s: float, **settings: Any
 ) -> list[str]:
-    """Return the draft's place on each rank, by the level seconds of both divisions.
-
-    The identities of target and draft are those of a single rank.
-    """
+    """Return the place of the draft on each rank, by the level seconds of both divisions."""
 
     def is_part(checkpoint: Any) -> bool:
         return isinstance(checkpoint.spec, TensorParallelModel)

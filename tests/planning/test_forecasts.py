@@ -365,19 +365,14 @@ def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
     )
 
 
-PAIR = [
-    "--model", "llama2-70b", "--draft-model", "llama2-7b", "--gpu", "rtx4090", "--ram", "192GiB",
-    "--tree-size", "64",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(("more", "place"), [
     ([], "sharded over all cards"),  # room for layers
     # nothing to exchange
     (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
 ])  # fmt: skip
 def test_draft_is_planned_where_it_is_faster(more, place, capsys):
-    asked = [*PAIR, "--ranks", "2", *more, "--max-new-tokens", "4", "--tree-size", "64"]
+    asked = ["--model", "llama2-70b", "--draft-model", "llama2-7b", "--ram", "192GiB", *more]
+    asked += ["--gpu", "rtx4090", "--ranks", "2", "--max-new-tokens", "4", "--tree-size", "64"]
     results = {
         split: planned([*asked, "--split-draft", split], capsys) for split in ("auto", "on", "off")
     }
