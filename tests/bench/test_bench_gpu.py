@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ from bench.gpu import (
     products,
     shapes,
     streamed,
-    timing,
 )
 from bench.gpu.__main__ import _is_measured, run_section
 from bench.gpu.table import table, written_into
@@ -90,25 +88,14 @@ def test_experts_section_runs(monkeypatch):
 
 
 def test_streamed_section_measures_the_link_without_layer_copies(small, monkeypatch):
-    opened = []
-    are_parked = []
-
-    @contextmanager
-    def watched(*args, **settings):
-        with shapes.opened(*args, **settings) as llm:
-            opened.append(llm)
-            yield llm
-
-    def link_gbps(device):
-        are_parked.append(opened[-1].engine.runner.streamer._is_parked)
-        return 1.0
-
+    streamers = []
+    park = streamed.park
     monkeypatch.setattr(streamed, "written", small)
-    monkeypatch.setattr(streamed, "opened", watched)
-    monkeypatch.setattr(streamed, "link_gbps", link_gbps)
+    monkeypatch.setattr(streamed, "park", lambda given: streamers.append(given) or park(given))
+    monkeypatch.setattr(streamed, "link_gbps", lambda _: float(streamers[-1]._is_parked))
     with fake_gpu(monkeypatch):
         records = told(streamed.measure(streamed.Shapes("", 11, "275MiB", (1, 8))))
-    assert are_parked == [True, True]
+    assert [timing["link_gbps"] for timing in records[-1]["passes"]] == [1, 1]
     plan = records[-1]["plan"]
     assert plan["streamed_layers"] > 0 and plan["streamed_bytes"] > 0
     assert [[timing["rows"] for timing in each["passes"]] for each in records] == [[1], [1, 8]]
@@ -173,27 +160,6 @@ def test_pinning_section_runs(monkeypatch):
     with fake_gpu(monkeypatch):
         results = told(pinning.measure(1 << 20))[-1]
     assert results["huge pages"]["pinned"] and results["small pages"]["seconds"] > 0
-
-
-def test_calls_are_timed_in_a_cuda_graph(monkeypatch):
-    """Launches of the host do not count: small work would measure nothing else."""
-    calls = []
-    is_capturing = []
-
-    @contextmanager
-    def graph(_):
-        is_capturing.append(True)
-        yield
-        is_capturing.clear()
-
-    replay = SimpleNamespace(replay=lambda: calls.append("replay"))
-    event = Mock(elapsed_time=lambda _: 40.0)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: replay)
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
-    spread = timing.seconds(lambda: calls.append(bool(is_capturing)), repeats=2, warm_up=1)
-    assert calls == [False, *[True] * 20, *["replay"] * 3]
-    assert spread.median == pytest.approx(0.002)
 
 
 @pytest.mark.slow

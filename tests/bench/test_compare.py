@@ -182,31 +182,24 @@ def test_llama_cpp_text_equals_transformers(tmp_path):
     assert plain.peak_rss > path.stat().st_size  # of node
 
 
-def test_table_of_gguf_types_compares_round_by_round(tmp_path, monkeypatch, capsys):
+def test_gguf_types_are_compared_round_by_round(tmp_path, monkeypatch):
     """Figures are rates of offload_rt over those of llama.cpp; the order alternates."""
     turns = []
 
-    def answer(name: str, job: Job, prompts: list[list[int]], *_: Any) -> Run:
+    def answer(name: str, *_: Any) -> Run:
         turns.append(name)
-        assert job.gguf == job.model == tmp_path / "Q8_0" and len(prompts[0]) == 100
         tokens, first_s = ([1, 2, 3], 2.0) if name == "llama_cpp" else ([1, 2, 4], 4.0)
         return run_of(tokens, [(first_s, 1), (first_s + 1 + len(turns), 3)])
 
-    monkeypatch.setattr(gguf_types, "quantized_file", lambda file, type, folder: tmp_path / type)
-    monkeypatch.setattr(gguf_types, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(gguf_types, "chat_prompts", lambda _, n, length: [[7] * length] * n)
     monkeypatch.setattr(gguf_types, "run_peer", answer)
-    flags = ["--types", "Q8_0", "--rounds", "2", "--prompt-tokens", "100"]
-    monkeypatch.setattr("sys.argv", ["gguf_types", *flags])
-    gguf_types.main()
+    runs = gguf_types.measure(tmp_path, [[7] * 100] * 2, [7], 3, tmp_path)
     assert turns == ["llama_cpp", "offload_rt_plain", "offload_rt_plain", "llama_cpp"]
-    *_, line, record = capsys.readouterr().out.splitlines()
-    assert line.endswith("| 0.50 (0.50 to 0.50) | 4 of 6 |")
-    figures = json.loads(record)["results"]["Q8_0"]
-    assert figures["prompt llama.cpp"]["median"] == 50
+    assert gguf_types.n_equal(*runs) == 4
+    figures = gguf_types.figures(*runs, [100, 100])
+    assert figures["prompt llama.cpp"].median == 50
     # 2 tokens in 2, 3, 4 and 5 s
     ratios = figures["decode ratio"]
-    assert [ratios["least"], ratios["largest"]] == pytest.approx([2 / 3, 5 / 4])
+    assert [ratios.least, ratios.largest] == pytest.approx([2 / 3, 5 / 4])
 
 
 def test_chat_prompts_have_the_asked_length():

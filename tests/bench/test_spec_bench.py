@@ -3,16 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 
 from bench.common.measure import ROOT
-from bench.compare import estimates
 from bench.speculate import spec_bench
 from bench.speculate.spec_bench import Sums
-from offload_rt.config import EngineConfig
 
 
 @pytest.fixture
@@ -55,28 +51,3 @@ def test_spec_bench_prints_each_category_and_their_sum(questions, chat_model, mo
         assert set(figures) == {"mt_bench", "translation", "all"}
         assert all(entry["times_plain"] > 0 for entry in figures.values())
     assert record["result"]["none"]["all"]["tokens_per_pass"] == 1
-
-
-def test_estimates_are_divided_by_the_measurement(chat_model, monkeypatch, capsys):
-    """A forecast of 2 s and one of 3 s a token."""
-    config = EngineConfig(chat_model, drafter="none", max_model_len=128)
-    plan, survey = (
-        SimpleNamespace(run=SimpleNamespace(seconds_per_token=seconds)) for seconds in (2.0, 3.0)
-    )
-    forecast = Mock(return_value=plan)
-    for name, stand_in in (
-        ("config_of", lambda *_: config), ("of_run", forecast),
-        ("measure_disk_gbps", lambda _: 1.5),
-        ("without_weights", lambda settings, *_: settings.disk), ("predict", lambda *_: survey),
-        ("request_of", lambda settings, *_: settings),
-    ):  # fmt: skip
-        monkeypatch.setattr(estimates, name, stand_in)
-    flags = ["--models", "file", "--drafting", "none", "--tokens", "8"]
-    monkeypatch.setattr("sys.argv", ["estimates", *flags])
-    estimates.main()
-    entry = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["file, none"]
-    rate = entry["tokens_per_second"]
-    assert (entry["plan"], entry["doctor"]) == pytest.approx((2 * rate, 3 * rate))
-    assert entry["plain"] is None and entry["token"] > 0
-    asked = forecast.call_args_list[0].args[0]
-    assert asked.max_new_tokens == 8 and asked.disk is None

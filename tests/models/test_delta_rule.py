@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.fake_gpu import fake_gpu
 from support.tiny import (
     assert_continued,
-    feed,
     generate,
-    logits_of,
     open_llm,
-    prefill,
     prompt_of,
     random_tree,
     runner_of,
@@ -22,7 +18,7 @@ from support.tiny import (
 )
 
 from bench.models.tiny import config_of as tiny_config
-from offload_rt import LLM, SamplingParams
+from offload_rt import SamplingParams
 from offload_rt.executor.runner import Runner
 from offload_rt.executor.step import Segment, Step
 from offload_rt.kv.recurrent import Recurrence, RecurrentCache
@@ -104,10 +100,6 @@ class Net:
         return [torch.cat(parts) for parts in outs]
 
 
-def assert_near(logits, expected):
-    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=0)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_any_cache_history_equals_its_tokens(seed):
     """Prompts, trees, commits, failed passes and rewinds in random order."""
@@ -174,34 +166,6 @@ def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
         assert (max(n_rows for _, n_rows in passes[2:]) > len(prompts)) == bool(settings)
 
 
-@pytest.mark.parametrize("n_chain", [0, 150, 153])
-def test_trees_see_long_prompts(saved, n_chain):
-    """In parts that end anywhere, with the rows before the tree or without.
-
-    Rows move to a larger cache with their state.
-    """
-    (model, folder), tree = saved, random_tree(30, seed=1, reach=3)
-    tree.parents[1:4] = range(3)
-    committed = prompt_of(1, 20, 150)
-    tokens = prompt_of(2, 180, 150)
-    with open_llm(folder, max_model_len=256) as llm:
-        runner = runner_of(llm)
-        runner._chunk_rows = 70
-        cache = prefill(runner, committed, 200)
-        step = Step(cache, torch.tensor(tokens), tree.after_chain(150), 30, 200, n_chain=n_chain)
-        (got,) = runner.forward([step])
-        paths = [[0, *tree.path_to(node)] for node in range(30)]
-        texts = [committed + tokens[:150] + [tokens[150 + i] for i in path] for path in paths]
-        for node in (*range(0, 30, 4), 29):
-            assert_near(got[node], logits_of(model, texts[node])[-1])
-        runner.commit(cache, [*range(150), *(150 + node for node in paths[29])])
-        large = runner.renew_cache(cache, 240, 1)
-        assert large != cache and runner.n_committed(large) == len(texts[29])
-        more = prompt_of(3, 7, 150)
-        behind = feed(runner, large, more, random_tree(7, seed=2))
-        assert_near(behind[0], logits_of(model, texts[29] + more[:1])[-1])
-
-
 def test_second_turn_computes_new_tokens_only(saved, steady, monkeypatch):
     """From the last turn's end or the last stored block border."""
     (model, folder), first = saved, prompt_of(1, 200, 150)
@@ -262,25 +226,3 @@ def test_samples_of_a_prompt_share_its_pass(saved, steady, monkeypatch, chunk_ro
             assert [result.token_ids for result in results] == expected
             assert passes[0] == (0, 100 + 2 + 6 + 5 + 9)
         assert passes[1] == (0, sum(map(len, batch)))
-
-
-def test_cuda_pass_needs_no_host_wait(saved, steady, monkeypatch):
-    (model, folder), tokens = saved, prompt_of(1, 100, 150)
-    tree = random_tree(20, seed=0)
-    with (
-        fake_gpu(monkeypatch) as counts,
-        LLM(str(folder), device="cuda", drafter="none", max_model_len=128) as llm,
-    ):
-        runner = runner_of(llm)
-        # brings frequencies to the card
-        feed(runner, runner.new_cache(20), [1], random_tree(1, 0))
-        cache = runner.new_cache(128)
-        before = counts.n_waits
-        (got,) = runner.forward(
-            [Step(cache, torch.tensor(tokens), tree.after_chain(80), 20, 80, n_chain=80)]
-        )
-        path = [0, *tree.path_to(19)]
-        runner.commit(cache, [*range(80), *(80 + node for node in path)])
-        assert counts.n_waits == before
-        text = tokens[:80] + [tokens[80 + node] for node in path]
-        assert_near(got[19].cpu(), logits_of(model, text)[-1])

@@ -1,9 +1,7 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
 import functools
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from quantize import Choice, quantized
@@ -22,10 +20,7 @@ from support.quantized import rewrite
 from support.tiny import ATOL, generate, open_streamed, open_unloaded, prompt_of, runner_of
 
 from offload_rt import SamplingParams
-from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
-from offload_rt.ops.noise import exponentials
-from offload_rt.tree.topology import Topology
 
 
 def one_image(llm, model, kind, seed=1):
@@ -69,26 +64,6 @@ def test_greedy_text_equals_transformers(model_of, kind):
         plain = generate(model, text, N_NEW)
         assert say(llm, [prompts[0], text, prompts[2]]) == [expected[0], plain, expected[2]]
         assert say(llm, prompts[1:]) == expected[1:]
-
-
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4"])
-def test_image_crosses_chunks(model_of, kind):
-    """Tokens of an image that see each other stay in one chunk; a tree follows the prompt."""
-    model, folder = model_of(kind)
-    with open_streamed(folder, drafter="none") as llm:
-        runner = runner_of(llm)
-        runner._chunk_rows = 3
-        parts = [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1]
-        prompt = image_prompt(model, runner.spec.images, parts)
-        paths = [[], [7], [9], [7, 5], [7, 3]]
-        tree = Topology(np.array([-1, 0, 0, 1, 1])).after_chain(len(prompt) - 1)
-        ids = torch.tensor([*prompt.keyed_ids, 7, 9, 5, 3])
-        n = len(ids)
-        step = Step(runner.new_cache(n), ids, tree, n, n, n_chain=len(prompt) - 1, images=prompt)
-        (logits,) = runner.forward([step])
-    expected = [image_logits(model, replace(prompt, ids=prompt.ids + path)) for path in paths]
-    expected = torch.cat([expected[0], *(rows[-1:] for rows in expected[1:])])
-    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -160,21 +135,6 @@ def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
     logprobs = image_logits(model, prompt).log_softmax(-1)
     expected = logprobs[range(len(tokens)), tokens]
     torch.testing.assert_close(given, expected, atol=ATOL, rtol=0)
-
-
-def test_sampled_text_follows_the_noise_of_the_seed(model_of):
-    """Rule `coupled` draws argmax(probability / noise) of transformers' distribution."""
-    model, folder = model_of("qwen3_vl")
-    params = SamplingParams(max_tokens=8, seed=6, temperature=1.0)
-    settings = {"drafter": "adaptive_tree", "rule": "coupled", "draft_model": str(folder)}
-    with open_streamed(folder, **settings) as llm:
-        prompt = one_image(llm, model, "qwen3_vl")
-        (output,) = llm.generate([prompt], params)
-    ids = prompt.ids + output.token_ids
-    rows = image_logits(model, replace(prompt, ids=ids)).softmax(-1)
-    n = len(prompt)
-    noise = exponentials(6, n, 8, rows.shape[1], torch.device("cpu"))
-    assert output.token_ids == (rows[n - 1 : -1] / noise).argmax(-1).tolist()
 
 
 def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):

@@ -134,6 +134,9 @@ ROPES = {
         "mscale_all_dim": 0.4, "truncate": False})},
     "yarn-attention": {"rope_parameters": YARN["rope_parameters"] | {"attention_factor": 1.3,
         "beta_fast": 16}},
+    "longrope": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0,
+        "original_max_position_embeddings": 64,
+        **dict.fromkeys(("short_factor", "long_factor"), [1.0, 1.5, 2.0, 4.0] * 2)}},
 }  # fmt: skip
 
 
@@ -153,6 +156,7 @@ def test_rotations_equal_transformers(kind):
     ({}, 2, None), ({}, 1, "head_dim is 1"), ({}, 3, "head_dim is 3"),
     ({"type": "yarn", "factor": 2.0}, 2, None), ({"type": "yarn"}, 2, "'factor' is missing"),
     ({"type": "unheard"}, 2, "rope type 'unheard'"), ({"type": 5}, 2, "rope type 5"),
+    ({"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, 2, "factor differ"),
 ])  # fmt: skip
 def test_rope_settings_are_complete_or_refused(scaling, head_dim, words):
     """The length of the config is the default of the original length."""

@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from offload_rt import LLM, SamplingParams, ops
 from offload_rt.engine import loader
-from offload_rt.errors import LinkError
 from offload_rt.executor.image_encoder import KEPT_IMAGES
 from offload_rt.models.image_prompt import PromptImage
 from offload_rt.offload import stream_threads
@@ -145,21 +144,3 @@ def test_activations_of_a_large_image_fit_the_plan(tmp_path, kind, n_rows):
         image = PromptImage(-1, np.arange(n_rows), {}, lambda: copies)
         peak = allocation_peak(lambda: encoder.features(image))
         assert peak <= encoder.tower.scratch_nbytes((8 * n) ** 2, KEPT_IMAGES, 4)
-
-
-def test_failed_read_of_a_block_ends_the_request(tmp_path, monkeypatch):
-    """The next request reads the blocks again."""
-    model = image_model("llava", tmp_path)
-
-    def fail():
-        raise LinkError("the disk has gone")
-
-    with open_streamed_tower(tmp_path) as llm:
-        prompt = prompt_of("llava", model, llm)
-        blocks = llm.spec.files.images
-        with monkeypatch.context() as patch:
-            patch.setattr(blocks, "reads", lambda *_: [fail])
-            with pytest.raises(LinkError, match="the disk has gone"):
-                llm.generate(prompt, GREEDY)
-        (output,) = llm.generate(prompt, GREEDY)
-        assert output.token_ids == generate_images(model, prompt, 6)

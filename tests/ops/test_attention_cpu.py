@@ -120,17 +120,27 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_equals_float64(dtype):
-    """Sinks take a share of the output, and are not part of the log-sum-exp."""
+def test_attention_equals_float64(dtype, monkeypatch):
+    """Sinks take a share of the output, and are not part of the log-sum-exp.
+
+    Without the library, as many rows at once as fit.
+    """
     for seed in range(6):
         case = Case.random(seed, dtype)
         expected, expected_lse = exact(case)
         n_heads = case.q.shape[1]
+        mask = case.tree.mask(0, len(case.q), case.n_before).within(case.window)
         for sinks in (None, torch.randn(n_heads), torch.full((n_heads,), 60.0)):
             out, lse = case.attend(1 + seed % 2, sinks=sinks)
             share = 1 if sinks is None else (expected_lse - sinks).sigmoid()[..., None]
             assert_near(out, expected * share, ATOL[dtype])
             assert_near(lse, expected_lse)
+            with monkeypatch.context() as patch:
+                patch.setattr(layer_cpu, "attends", lambda *_: False)
+                patch.setattr(reference, "MAX_SCORES", seed % 2 << 20)
+                scale = case.q.shape[2] ** -0.5
+                out = ops.tree_attention(case.q, case.k, case.v, mask, scale, case.softcap, sinks)
+            assert_near(out, expected * share, ATOL[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,11 +195,13 @@ def test_threads_share_many_keys_of_a_few_heads():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 9, 30])
-def test_parts_of_the_keys_merge_to_all(dtype, window):
+@pytest.mark.parametrize("attends", [layer_cpu.attends, lambda *_: False], ids=("cpu", "torch"))
+def test_parts_of_the_keys_merge_to_all(dtype, window, attends, monkeypatch):
     """Keys and values are interleaved like offloaded rows.
 
     A row may see no key of a part, or the last keys of a part before the tree.
     """
+    monkeypatch.setattr(layer_cpu, "attends", attends)
     n, n_before, dim = 12, 50, 24
     q = torch.randn(n, 6, dim).to(dtype)
     keys, values = torch.randn(n_before + n, 2, 3, dim).to(dtype).permute(1, 2, 0, 3)

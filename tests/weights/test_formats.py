@@ -20,7 +20,7 @@ from support.checkpoints import llama_config, llama_tensors, write_checkpoint
 from support.checkpoints import pack as pack_block
 from support.fake_gpu import fake_gpu
 from support.quantized import id_of
-from support.tiny import open_llm, prompt_of, say
+from support.tiny import prompt_of, say
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -330,30 +330,6 @@ def test_any_config_value_is_accepted_or_refused(config):
                 assert "\n" not in str(error)
 
 
-def test_float_matrices_are_used_unchanged(plain, checkpoint_of, tmp_path):
-    """With or without a list of ignored modules."""
-    source, exact = checkpoint_of(Choice("awq"))
-    directory = shutil.copytree(source, tmp_path / "m")
-    name = "model.layers.1.mlp.up_proj"
-    file = directory / "model.safetensors"
-    whole = {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}
-    save_file({key: x for key, x in load_file(file).items() if name not in key} | whole, file)
-    layers = open_checkpoint(directory).layers
-    coded, plain_keys = ([r.key for r in layer if "up_proj" in r.key] for layer in layers[:2])
-    assert coded == [f"mlp.up_proj.{part}" for part in ("qweight", "scales", "qzeros")]
-    assert plain_keys == ["mlp.up_proj.weight"]
-    assert_same_text(directory, write_checkpoint(tmp_path / "dense", CONFIG, exact | whole))
-
-
-def assert_same_text(*folders: Path) -> None:
-    prompt = prompt_of(0, vocab_size=40)
-    texts = []
-    for path in folders:
-        with open_llm(path, dtype="float32") as llm:
-            texts.append(say(llm, prompt, 24))
-    assert texts[0] == texts[1]
-
-
 def test_groups_can_differ_between_layers(tmp_path, checkpoint_of):
     """For the same module; the view of a block uses the tensors of the block."""
     fmt = format_of(GPTQ)
@@ -420,11 +396,3 @@ def test_quantised_activations_are_ignored_with_a_notice(checkpoint_of):
     assert "quantised activations and keys and values" in format_of(config).notice
     with LLM(str(checkpoint_of(Choice("fp8"))[0]), device="cpu") as llm:
         assert "quantised activations" in llm.spec.notice
-
-
-def test_sharded_checkpoint_is_quantised_and_written_plain(plain, tmp_path):
-    tensors = load_file(plain / "model.safetensors")
-    source = write_checkpoint(tmp_path / "source", CONFIG, tensors, n_shards=2)
-    write(source, tmp_path / "q", Choice("pack-quantized"), tmp_path / "exact")
-    assert_same_text(tmp_path / "q", tmp_path / "exact")
-    assert open_checkpoint(tmp_path / "q").nbytes < 0.7 * open_checkpoint(tmp_path / "exact").nbytes

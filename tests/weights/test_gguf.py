@@ -9,28 +9,22 @@ from typing import Any
 import pytest
 import torch
 import write_gguf
-from quantize import write_one_file
 from support.checkpoints import llama_config, llama_tensors
 from support.checkpoints import pack as pack_block
 from support.gguf_files import build, stored_tensors
 from support.tiny import CASES, generate, open_llm, prompt_of, say
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.gguf.dequant import dequantize
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from write_gguf import Stored
 
-from offload_rt import SamplingParams
 from offload_rt.dtypes import DType
 from offload_rt.engine.model_sizes import Sizes
 from offload_rt.errors import CheckpointError, OffloadError, UnsupportedModelError
-from offload_rt.models.rope import Rope
 from offload_rt.packing import REFERENCE_NBYTES
-from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
-from offload_rt.weights.files import end_ids
 from offload_rt.weights.formats import Matrix, Source, format_of
 from offload_rt.weights.gguf import read_gguf
-from offload_rt.weights.locate import find_config, locate
+from offload_rt.weights.locate import locate
 
 pytestmark = pytest.mark.numeric
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
@@ -91,12 +85,6 @@ def test_matrix_equals_its_reference(type, tmp_path):
         assert torch.equal(view.linears(torch.eye(256, dtype=dtype), (name, name))[1].T, ordered)
 
 
-@pytest.mark.parametrize("type", ["Q4_K", "Q5_K", "Q6_K", "BF16"])
-def test_tokens_equal_transformers_with_the_weights_of_the_file(type, tmp_path):
-    """Q4_K and Q5_K are mixtures with Q6_K, as files have them."""
-    check_tokens(tmp_path / "m.gguf", build(tmp_path / "m.gguf", wide_llama(), type))
-
-
 def test_transformers_reads_the_same_model(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
@@ -149,25 +137,6 @@ def test_directory_of_several_files_is_refused_by_name(tmp_path):
         build(tmp_path / name, CASES["llama"].build(0), "Q8_0")
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; give one of them"):
         locate(str(tmp_path))
-
-
-def test_metadata_describes_the_model(tmp_path):
-    """Tokenizer, end tokens, dtype, and the identity of copies."""
-    path, copied = tmp_path / "demo.gguf", tmp_path / "copy.gguf"
-    write_one_file(DEMO, path, "Q4_K")
-    copied.write_bytes(path.read_bytes())
-    mine, theirs = load_tokenizer(path), load_tokenizer(DEMO)
-    text = "def read(path):\n    return 'naïve'"
-    ids = theirs.encode(text, add_special_tokens=False)
-    assert mine.encode(text, add_special_tokens=False) == ids
-    assert mine.decode(mine.encode(text)) == text
-    opened = {place: open_checkpoint(place) for place in (path, copied, DEMO)}
-    assert all(end_ids(place, opened[place].config) == {0} for place in (path, DEMO))
-    assert opened[path].dtype == DType.BFLOAT16
-    assert find_config(str(path))["num_hidden_layers"] == 6
-    assert opened[path].identity == opened[copied].identity != opened[DEMO].identity
-    with open_llm(path, "disk") as llm:
-        assert llm.generate("import numpy", SamplingParams(8)).pop().text
 
 
 def small() -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -253,20 +222,3 @@ def test_unsupported_metadata_is_refused_by_name(changes, message, tmp_path):
     (tmp_path / "m.gguf").write_bytes(write_gguf.file_bytes(metadata, stored))
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         open_checkpoint(tmp_path / "m.gguf")
-
-
-def test_rotations_of_a_scaled_context_equal_transformers():
-    """Two lists that depend on the text length are refused."""
-    factors = [1.0, 1.5, 2.0, 4.0]
-    rope = {
-        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors,
-        "long_factor": factors, "original_max_position_embeddings": 64,
-    }  # fmt: skip
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_parameters=rope)
-    plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
-    cos, _ = Rope(config).cos_sin(torch.tensor([1]), torch.tensor([200]), torch.float32)
-    scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))[1]
-    torch.testing.assert_close(cos[0, :4], scale * torch.cos(plain / torch.tensor(factors)))
-    config.rope_parameters = rope | {"long_factor": [1.0] * 4}
-    with pytest.raises(UnsupportedModelError, match="differ"):
-        Rope(config)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantize import Choice, config_of
@@ -89,16 +88,3 @@ def test_every_format_matches_its_config():
         modules = {name: registry.find("weights.formats", name) for name in CONFIGS}
         assert [name for name, module in modules.items() if module.matches(config)] == [name]
         assert format_of(config).name == name
-
-
-def test_view_reads_its_slot_in_place():
-    tensors = {"first.weight": torch.randn(7, 5), "first.bias": torch.randn(7)}
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    packed = pack(tensors | {"norm.weight": torch.randn(5)})
-    view = format_of(None).view(packed.layout, packed.block, torch.float64)
-    x = torch.randn(3, 5).double()
-    expected = F.linear(x, *(tensor.double() for tensor in tensors.values()))
-    torch.testing.assert_close(view.linear(x, "first"), expected)
-    assert view.vector("norm").dtype == torch.float64
-    packed.block.zero_()  # a slot is refilled under its view
-    assert not view.linear(x, "first").any()

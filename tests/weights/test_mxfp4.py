@@ -1,7 +1,5 @@
 """gpt-oss in MXFP4 through the general architecture: weights and tokens equal transformers."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -62,13 +60,4 @@ def test_contradictory_tensors_are_refused(mxfp4_checkpoint, part, change, tmp_p
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((mxfp4_checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError, match=PROJ):
-        open_checkpoint(tmp_path)
-
-
-def test_codes_without_config_are_refused(mxfp4_checkpoint, tmp_path):
-    config = json.loads((mxfp4_checkpoint / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").symlink_to(mxfp4_checkpoint / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"mlp\.experts"):
         open_checkpoint(tmp_path)
