@@ -124,18 +124,6 @@ def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, mo
     assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
 
 
-@pytest.mark.usefixtures("scripts_here")
-def test_gguf_file_is_rewritten_after_its_checkpoint_changes(tmp_path):
-    model = speaking_checkpoint(tmp_path / "model")
-    path = gguf_model(model, "F16", tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(b"")
-    os.utime(path, ns=(0, 2 * (model / "config.json").stat().st_mtime_ns))
-    assert gguf_model(model, "F16", tmp_path).read_bytes() == b""
-    os.utime(path, ns=(0, 0))
-    assert gguf_model(model, "F16", tmp_path).read_bytes() == content
-
-
 # Answers a line as llama_cpp.mjs does: a pass of one token, then passes of two tokens.
 FAKE_NODE = """
 import json, sys

@@ -4,15 +4,11 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from bench.gpu import requirements
 from bench.gpu.__main__ import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,35 +102,3 @@ def test_second_run_executes_the_named_steps(tmp_path):
     assert results["products"].startswith("failed with 3")
     assert results["peers"] == "ok: peers: done, 5 s, building: 0"
     assert results["ranks"] == "left out: there is one GPU"
-
-
-def write_wheel(folder: Path, name: str) -> None:
-    """Write a wheel of version 5.99.0 with a module `NAME_carried`."""
-    with zipfile.ZipFile(folder / f"{name}-5.99.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}_carried.py", "")
-        for file, text in (
-            ("METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 5.99.0\n"),
-            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
-            ("RECORD", ""),
-        ):
-            wheel.writestr(f"{name}-5.99.0.dist-info/{file}", text)
-
-
-def test_bundled_wheels_replace_old_packages(tmp_path, monkeypatch, capsys):
-    """Names are compared after normalisation, and missing packages are named."""
-    for name in ("transformers", "prompt_toolkit", "unrequired"):
-        write_wheel(tmp_path, name)
-    old = {"transformers": "5.20.0", "prompt_toolkit": "2.0"}
-    version = requirements.version
-    monkeypatch.setattr(requirements, "version", lambda name: old.get(name) or version(name))
-    wanted = [Requirement("transformers>=5.24"), Requirement("prompt_toolkit>=3")]
-    monkeypatch.setattr(requirements, "requirements", lambda: wanted)
-    monkeypatch.setattr(sys, "argv", ["requirements.py", str(tmp_path / "site")])
-    assert requirements.main() == 1
-    text = capsys.readouterr().out
-    assert "unmet, give a folder of wheels: transformers>=5.24, prompt_toolkit>=3" in text
-    sys.argv.append(str(tmp_path))
-    assert requirements.main() == 0
-    assert "installed: prompt_toolkit-5.99.0-py3-none-any.whl" in capsys.readouterr().out
-    carried = {path.name for path in (tmp_path / "site").glob("*_carried.py")}
-    assert carried == {f"{name}_carried.py" for name in (*old, "unrequired")}

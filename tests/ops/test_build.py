@@ -68,7 +68,8 @@ def calls(folder: Path) -> list[int]:
     return [*map(int, path.read_text().split())] if path.exists() else []
 
 
-def test_library_is_built_once_in_the_cache(folders, capfd):
+def test_library_is_built_once_in_the_cache(folders, capfd, monkeypatch):
+    """By the compiler of the environment with its arguments, too."""
     with ThreadPoolExecutor(2) as pool:  # the second waits for the first
         paths = {future.result() for future in [pool.submit(find, TINY) for _ in range(2)]}
     assert len(calls(folders)) == 1
@@ -76,6 +77,9 @@ def test_library_is_built_once_in_the_cache(folders, capfd):
     (path,) = paths
     assert path.is_relative_to(folders / "cache" / "offload_rt")
     assert ctypes.CDLL(str(path)).answer() == 42
+    monkeypatch.setenv("CXX", f"{folders / 'bin' / 'compiler'} -DUSED")
+    assert ctypes.CDLL(str(find(replace(TINY, compiler="g++")))).answer() == 42
+    assert len(calls(folders)) == 2
 
 
 def test_library_depends_on_sources_and_flags_but_not_on_torch(folders, monkeypatch):
@@ -98,12 +102,6 @@ def test_prebuilt_library_that_fails_to_load_is_built(folders, capfd):
     assert "does not load: " in (err := capfd.readouterr().err) and "file too short" in err
     assert build.origin(library._name) == "built"
     assert build.origin(str(folders / "package" / TINY.file)) == "prebuilt"
-
-
-def test_compiler_of_the_environment_is_used_with_its_arguments(folders, monkeypatch):
-    monkeypatch.setenv("CXX", f"{folders / 'bin' / 'compiler'} -DUSED")
-    assert ctypes.CDLL(str(find(replace(TINY, compiler="g++")))).answer() == 42
-    assert len(calls(folders)) == 1
 
 
 def test_failed_build_is_reported_and_not_repeated(folders):
@@ -221,19 +219,6 @@ def test_libraries_of_this_machine_are_built_into_the_package(card, folders, mon
     monkeypatch.setenv("OFFLOAD_RT_BUILD", "0")
     kernels = find(*map(build.kernels, (build.ALL_ARCHITECTURES, build.ARCHITECTURES, {89, 120})))
     assert {kernels, find(build.cpu(cpu.level()))} == {*(folders / "package").glob("*.so")}
-
-
-def test_libraries_of_an_install_are_copied(folders, monkeypatch):
-    """`pip install .` compiles them in `build`, `make venv` not again."""
-    (folders / "package" / "ops").mkdir()
-    (folders / "build").mkdir()
-    library = build.cpu(cpu.level()).file
-    (folders / "build" / library).write_text("library")
-    monkeypatch.setattr(build, "PACKAGE", folders / "package" / "ops")
-    monkeypatch.setattr(extension, "targets", tuple)
-    monkeypatch.setattr(sys, "argv", ["build_kernels.py", "--this-machine"])
-    build_kernels.main()
-    assert (folders / "package" / "ops" / library).read_text() == "library"
 
 
 def test_kernels_that_load_but_fail_are_missing(card, monkeypatch):
