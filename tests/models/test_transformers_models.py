@@ -110,13 +110,6 @@ def quantised_copies(model, folder, choice, target):
     return coded, type(model).from_pretrained(rewrite(folder, target / "exact", exact))
 
 
-@pytest.mark.parametrize("choice", [Choice("gptq", group_size=16), Choice("nf4")])
-def test_quantised_experts_are_dequantised_separately(model_of, tmp_path, choice):
-    folder, exact = quantised_copies(*model_of("qwen3_moe"), choice, tmp_path)
-    with open_streamed(folder) as llm:
-        check_tree(runner_of(llm), exact)
-
-
 def test_rows_of_a_tensor_can_be_several_matrices(zoo, tmp_path, monkeypatch):
     """A checkpoint with fused queries, keys and values, as in transformers' name mapping."""
     monkeypatch.delitem(FAMILIES, "llama")

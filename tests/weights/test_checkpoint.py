@@ -43,14 +43,11 @@ def _sound() -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, llama_tensors(config)
 
 
-def _single(directory: Path, **changes: Any) -> Path:
-    config, tensors = _sound()
-    return write_checkpoint(directory, {**config, **changes}, tensors)
-
-
-def _sharded(directory: Path) -> Path:
-    config, tensors = _sound()
-    return write_checkpoint(directory, config, tensors, n_shards=2)
+def _write(
+    directory: Path, tensors: dict[str, Tensor] | None = None, n_shards: int = 1, **changes: Any
+) -> Path:
+    config, sound = _sound()
+    return write_checkpoint(directory, config | changes, tensors or sound, n_shards=n_shards)
 
 
 def _refused(directory: Path, kind: type[OffloadError], pattern: str | None) -> None:
@@ -60,11 +57,11 @@ def _refused(directory: Path, kind: type[OffloadError], pattern: str | None) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [_single, _sharded])
-def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_valid_checkpoint_opens_with_every_tensor(n_shards, tmp_path):
     """Beside pickles."""
     (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
-    checkpoint = open_checkpoint(make(tmp_path))
+    checkpoint = open_checkpoint(_write(tmp_path, n_shards=n_shards))
     _, tensors = _sound()
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     for i, layer in enumerate(checkpoint.layers):
@@ -80,17 +77,15 @@ def test_valid_checkpoint_opens_with_every_tensor(make, tmp_path):
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_checkpoint_can_store_its_head(stored, tmp_path):
     """And rotary frequencies, as old checkpoints do."""
-    config, tensors = _sound()
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(3)}
-    kept = {name: x for name, x in tensors.items() if stored or name != "lm_head.weight"} | old
-    config = {**config, "tie_word_embeddings": True}
-    checkpoint = open_checkpoint(write_checkpoint(tmp_path, config, kept))
+    kept = {name: x for name, x in _sound()[1].items() if stored or name != "lm_head.weight"} | old
+    checkpoint = open_checkpoint(_write(tmp_path, kept, tie_word_embeddings=True))
     names = [record.name for record in checkpoint.non_layer]
     assert names == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
 def test_auto_map_is_ignored_and_not_run(tmp_path):
-    _single(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
+    _write(tmp_path, auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with LLM(str(tmp_path), device="cpu") as llm:
         assert llm.plan.tiers.count("device") == 3
@@ -102,7 +97,7 @@ def test_auto_map_is_ignored_and_not_run(tmp_path):
     (b"\xff\xfe\x00", "not JSON"),
 ], ids=["missing", "cut", "deep", "list", "binary"])  # fmt: skip
 def test_unreadable_config_is_refused(content, pattern, tmp_path):
-    path = _single(tmp_path) / "config.json"
+    path = _write(tmp_path) / "config.json"
     path.unlink() if content is None else path.write_bytes(content)
     _refused(tmp_path, CheckpointError, rf"config\.json.*{pattern}")
 
@@ -125,7 +120,7 @@ def test_unreadable_config_is_refused(content, pattern, tmp_path):
     *(({"torch_dtype": name}, name) for name in ("int8", "float7")),
 ])  # fmt: skip
 def test_unsupported_config_is_refused(changes, pattern, tmp_path):
-    _single(tmp_path, **changes)
+    _write(tmp_path, **changes)
     _refused(tmp_path, UnsupportedModelError, pattern)
 
 
@@ -134,7 +129,7 @@ def test_unsupported_config_is_refused(changes, pattern, tmp_path):
     ("pytorch_model.bin", r"pytorch_model.bin.*safetensors\.torch\.save_file"),
 ])  # fmt: skip
 def test_directory_without_safetensors_is_refused(name, pattern, tmp_path):
-    _single(tmp_path)
+    _write(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     _refused(tmp_path, CheckpointError, pattern)
 
@@ -156,7 +151,7 @@ def _swap(where: dict[str, Any]) -> None:
     )),
 ])  # fmt: skip
 def test_invalid_index_is_refused(edit, pattern, tmp_path):
-    index = _sharded(tmp_path / "model") / INDEX
+    index = _write(tmp_path / "model", n_shards=2) / INDEX
     for place in (tmp_path, tmp_path / "model"):
         (place / "sub").mkdir(exist_ok=True)
         write_file(place / "sub" / "inside.safetensors", {})
@@ -194,10 +189,9 @@ def _without(part: str) -> Callable[..., Any]:
 ])  # fmt: skip
 @pytest.mark.parametrize("n_shards", [1, 2])
 def test_unexpected_or_missing_tensors_are_refused(n_shards, edit, pattern, tmp_path):
-    config, tensors = _sound()
-    tensors = dict(tensors)
+    tensors = dict(_sound()[1])
     edit(tensors)
-    write_checkpoint(tmp_path, config, tensors, n_shards=n_shards)
+    _write(tmp_path, tensors, n_shards)
     _refused(tmp_path, CheckpointError, pattern)
 
 
@@ -213,56 +207,53 @@ def _set(name: str, **values: Any) -> Callable[[Entries], None]:
     return lambda entries: entries[name].update(values)
 
 
-_DAMAGES = {
-    "overlap": (_shift(DOWN, -4, -4), b""),
-    "hole": (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
-    "size": (_shift(DOWN, 0, 4), b""),
-    "backwards": (_set(DOWN, data_offsets=[8, 4]), b""),
-    "overflow": (_set(DOWN, shape=[2**62] * 400), b""),
-    "dtype size": (_set(DOWN, dtype="F16"), b""),
-    "unknown dtype": (_set(DOWN, dtype="F9"), b""),
-    "number for entry": (lambda entries: entries.update({DOWN: 7}), b""),
-    "list": (lambda entries: "[1, 2]", b""),
-    "deep": (lambda entries: "{" * 200_000, b""),
-    "cut": (lambda entries: json.dumps(entries)[:-1], b""),
-    "longer": (lambda entries: None, b"\0"),
-}
-
-
-@pytest.mark.parametrize(("edit", "tail"), _DAMAGES.values(), ids=_DAMAGES)
+@pytest.mark.parametrize(
+    ("edit", "tail"),
+    {
+        "overlap": (_shift(DOWN, -4, -4), b""),
+        "hole": (_shift("lm_head.weight", 4, 4), b"\0\0\0\0"),
+        "size": (_shift(DOWN, 0, 4), b""),
+        "backwards": (_set(DOWN, data_offsets=[8, 4]), b""),
+        "overflow": (_set(DOWN, shape=[2**62] * 400), b""),
+        "dtype size": (_set(DOWN, dtype="F16"), b""),
+        "unknown dtype": (_set(DOWN, dtype="F9"), b""),
+        "number for entry": (lambda entries: entries.update({DOWN: 7}), b""),
+        "list": (lambda entries: "[1, 2]", b""),
+        "deep": (lambda entries: "{" * 200_000, b""),
+        "cut": (lambda entries: json.dumps(entries)[:-1], b""),
+        "longer": (lambda entries: None, b"\0"),
+    }.values(),
+)
 def test_damaged_header_is_refused(edit, tail, tmp_path):
     """The header is changed by `edit`, which returns a new header or None."""
     entries, data = entries_of(_sound()[1])
     header = edit(entries) or entries
-    (_single(tmp_path) / "model.safetensors").write_bytes(file_bytes(header, data + tail))
+    (_write(tmp_path) / "model.safetensors").write_bytes(file_bytes(header, data + tail))
     _refused(tmp_path, CheckpointError, "model.safetensors is damaged")
 
 
 def test_copies_and_other_shards_have_the_same_identity(tmp_path):
     """Not a fine-tune of equal config, shapes and sizes, of which one tensor is a little off."""
-    config, tensors = _sound()
-    single = _single(tmp_path / "single")
-    sharded = _sharded(tmp_path / "sharded")
+    tensors = _sound()[1]
+    single = _write(tmp_path / "single")
+    sharded = _write(tmp_path / "sharded", n_shards=2)
     copy = Path(shutil.copytree(single, tmp_path / "copy", copy_function=shutil.copyfile))
     identity = open_checkpoint(single).identity
     assert {open_checkpoint(path).identity for path in (sharded, copy)} == {identity}
     assert len(identity) == 24
     for name in (DOWN, "model.norm.weight", "lm_head.weight"):
-        tuned = {**tensors, name: tensors[name] * 1.001}
-        other = write_checkpoint(tmp_path / name, config, tuned)
-        assert open_checkpoint(other).identity != identity
+        tuned = _write(tmp_path / name, {**tensors, name: tensors[name] * 1.001})
+        assert open_checkpoint(tuned).identity != identity
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("phase", [256, 2304, 3840])
 def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_path):
     """Its page offsets in file and block are equal."""
-    before = 4096 + 2
-    between = (phase - 4096 - 2 - phase) % 4096
     tensors = {
         "first": torch.zeros(1, dtype=torch.bfloat16),
         "crooked": torch.arange(phase // 4, dtype=torch.float32),
-        "between": torch.ones(between // 2, dtype=torch.bfloat16),
+        "between": torch.ones(4094 // 2, dtype=torch.bfloat16),
         "in phase": torch.arange(1000).to(torch.bfloat16),
         "behind": torch.arange(300).to(torch.bfloat16),
     }
@@ -270,7 +261,7 @@ def test_tensor_in_phase_with_a_page_overwrites_no_other(phase, backwards, tmp_p
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_bytes(json.dumps(entries).ljust(4096 - 8), data))
     records = read_header(path)
-    assert records["crooked"].start == before
+    assert records["crooked"].start == 4096 + 2
     assert records["in phase"].start % 4096 == phase
     block = BlockRecord(tuple(records[name] for name in ("crooked", "in phase", "behind")))
     check_bytes([block], backwards=backwards)

@@ -275,14 +275,11 @@ def group(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("config", "message"), [
     ({**AWQ, "version": "gemv"}, "version 'gemv' is not understood"),
-    ({**AWQ, "version": "gemv_fast"}, "gemv_fast"),
     ({**AWQ, "backend": "llm-awq"}, "llm-awq"),
     ({**AWQ, "bits": 3}, "bits is 3"),
     ({**GPTQ, "checkpoint_format": "gptq_p"}, "gptq_p"),
-    ({**GPTQ, "checkpoint_format": "marlin"}, "marlin"),
     ({**GPTQ, "is_marlin_format": True}, "marlin"),
     ({**GPTQ, "bits": 5}, "bits is 5"),
-    ({**GPTQ, "bits": True}, "bits is True"),
     ({**GPTQ, "group_size": 0}, "group_size is 0"),
     ({**GPTQ, "group_size": "128"}, "group_size is '128'"),
     ({**GPTQ, "dynamic": {"x": {"bits": 6}}}, "bits is 6"),
@@ -307,7 +304,6 @@ def group(**changes: Any) -> dict[str, Any]:
     ({**NF4, "load_in_4bit": False, "load_in_8bit": True}, "load_in_4bit"),
     ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
     ({"quant_method": "torchao"}, "'torchao' is not understood"),
-    ({"quant_method": "exl3"}, "'exl3' is not understood"),
     *((config, "'quantization_config'.*dense") for config in (
         {"quant_method": "exl3"}, {"quant_method": []}, {}, [], "int4", 7,
     )),
