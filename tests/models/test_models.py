@@ -13,7 +13,6 @@ from support.tiny import (
     WINDOW,
     YARN,
     feed,
-    generate,
     logits_of,
     open_llm,
     prefill,
@@ -24,7 +23,7 @@ from support.tiny import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from offload_rt.errors import UnsupportedModelError
 from offload_rt.executor import runner as runner_module
@@ -57,22 +56,6 @@ def test_tree_nodes_see_their_path(zoo, name, chunk_rows, monkeypatch):
         path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]
         expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
         torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
-
-
-def test_float64_is_computed_in_float64(zoo, monkeypatch):
-    """Rotations are rounded to float32 on both sides."""
-
-    def exact_norm(self, x):
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-
-    monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
-    prompt = prompt_of(0)
-    model = CASES["llama"].build(0, torch.float64)
-    with open_llm(zoo.directory("llama", 0), "mixed", dtype="float64") as llm:
-        runner = runner_of(llm)
-        got = feed(runner, runner.new_cache(50), prompt, Topology.chain(len(prompt)))
-        assert llm.generate(prompt).pop().token_ids == generate(model, prompt, 64)
-    torch.testing.assert_close(got, logits_of(model, prompt), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.heads import Probe, assert_plain_texts, probe
+from support.heads import assert_plain_texts, probe
 from support.tiny import (
     assert_continued,
-    drafter_of,
-    engine_of,
-    generate,
     open_llm,
     prompt_of,
 )
@@ -21,8 +18,6 @@ from torch import Tensor
 
 from bench.models.tiny import config_of, random_model
 from offload_rt import SamplingParams
-from offload_rt.cost.tree_size import DraftLimits
-from offload_rt.executor.sequence import Sequence as TokenSequence
 from offload_rt.speculate import head_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("steady")]
@@ -113,30 +108,6 @@ def test_greedy_tokens_equal_transformers(target_of, kind, place):
         )
     assert_continued(outputs, target.model, prompts, 12)
     assert all(output.stats.nodes_per_tree > 1 for output in outputs)
-
-
-@pytest.mark.parametrize("n", [208, 150])
-def test_continued_turn_drafts_like_a_first_turn(target_of, n):
-    """Only the target's states are kept."""
-    target = target_of("qwen3_5_text")
-    with open_llm(target.folder, drafter="mtp", max_model_len=400) as llm:
-        drafter = drafter_of(llm, "mtp", "match", DraftLimits(24, 5, fixed_size=True))
-        engine = engine_of(llm, drafter, n_nodes=24)
-        old = TokenSequence(prompt_of(1, 200, 8), SamplingParams(9), 400)
-        engine.add(old)
-        while engine.step():
-            pass
-        prompt = [*old.tokens[:n], (old.tokens[n] + 1) % 8, *prompt_of(2, 70, 8)]
-        new = TokenSequence(list(prompt), SamplingParams(60), 400)
-        engine.add(new)
-        for _ in range(3):
-            engine.step()
-            probe = Probe(drafter._model.start(new, 24, is_alone=True), [])
-            drafter._model.grow([probe])
-            wanted = target.expected_logits(new.tokens, [])
-            atol = 2e-4 * float(wanted.abs().max())
-            torch.testing.assert_close(probe.logits[0], wanted, atol=atol, rtol=0)
-    assert new.tokens[len(prompt) :] == generate(target.model, prompt, new.n_new)
 
 
 def test_sampled_texts_equal_plain_decoding(target_of):

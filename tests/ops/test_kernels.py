@@ -56,13 +56,6 @@ def inputs(case, device):
     return q, k, v, make_tree_mask(parents, case.first, case.n_before).within(case.window or None)
 
 
-def padded(mask, n_most):
-    """Return the kernel's mask arguments for up to n_most keys of a tree."""
-    bits = pad(mask.bits, (0, -(-n_most // 32) - mask.bits.shape[1]))
-    key_depths = pad(mask.key_depths, (0, n_most - len(mask.key_depths)), value=1 << 20)
-    return bits, mask.depths.clone(), key_depths, mask.extent
-
-
 def visible(mask):
     """(n, n_keys) bool."""
     dense = mask.dense()
@@ -99,6 +92,9 @@ SPLIT = [
     Case(4, 1, 1400, 4, 1, 64, 5, torch.float16, 4),
 ]
 CASES = [random_case(seed) for seed in range(32)] + SPLIT
+CASES += [
+    replace(random_case(100 + seed), n_spare=(1, 40, 600, 1500)[seed % 4]) for seed in range(12)
+]
 # Multiprocessors with 228, 164 and 100 KB hold other tiles of many rows; see
 # tests/support/cuda_on_cpu/cuda_runtime.h.
 MANY_ROWS = [
@@ -113,13 +109,25 @@ MANY_ROWS = [
     ids=lambda case: case if isinstance(case, int) else f"{case.n}x{case.group}-{case.n_before}",
 )
 def test_tree_attention(kernels, monkeypatch, case, card):
+    """With spare keys and rows as in a captured pass: the device holds the number of keys."""
     if kernels.device != "cpu" and card:
         pytest.skip("a card has the shared memory it has")
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
     q, k, v, mask = inputs(case, kernels.device)
-    given = [tensor.to(kernels.device) for tensor in mask.tensors]
+    bits, depths, key_depths, extent = mask.tensors
+    seen = visible(mask)
+    if case.n_spare:
+        n_most = case.first + case.n + case.n_spare
+        bits = pad(bits, (0, -(-n_most // 32) - bits.shape[1]))
+        key_depths = pad(key_depths, (0, n_most - len(key_depths)), value=1 << 20)
+        spare = slice(random.Random(case.seed).randrange(case.n) + 1, None)
+        bits[spare] = 0
+        depths = depths.masked_fill(torch.arange(case.n) >= spare.start, 0)
+        at = torch.arange(mask.n_keys) - case.n_before
+        seen[spare] = (at < 0) & (at > -case.window) if case.window else at < 0
+    given = [tensor.to(kernels.device) for tensor in (bits, depths, key_depths, extent)]
     result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    assert_attention(result, q, k, v, visible(mask))
+    assert_attention(result, q, k, v, seen)
 
 
 def assert_attention(result, q, k, v, mask):
@@ -134,24 +142,6 @@ def assert_attention(result, q, k, v, mask):
     # A weight is rounded to the dtype before the product, the result after it.
     error = 4 * torch.finfo(q.dtype).eps
     torch.testing.assert_close(out.double(), exact, atol=error, rtol=error)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_tree_attention_with_spare_keys_and_rows(kernels, seed):
-    """As in a captured pass: the device holds the number of keys."""
-    draw = random.Random(seed)
-    case = replace(random_case(100 + seed), n_spare=draw.choice([1, 40, 600, 1500]))
-    q, k, v, mask = inputs(case, kernels.device)
-    bits, depths, *others = padded(mask, case.first + case.n + case.n_spare)
-    n_left = draw.randrange(case.n)
-    bits[case.n - n_left :] = 0
-    depths[case.n - n_left :] = 0
-    given = [tensor.to(kernels.device) for tensor in (bits, depths, *others)]
-    result = kernels.tree_attention(q, k, v, *given, case.window, case.dim**-0.5)
-    seen = visible(mask)
-    at = torch.arange(mask.n_keys) - case.n_before
-    seen[case.n - n_left :] = (at < 0) & (at > -case.window) if case.window else at < 0
-    assert_attention(result, q, k, v, seen)
 
 
 @pytest.mark.parametrize("seed", range(12))
