@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from bench.compare.contract import Answer, Job, Report, Supply
 from bench.compare.outcome import Parting, Row, Run
 from bench.compare.peers import llama_cpp
 from bench.compare.peers.__main__ import main as peers_main
-from bench.compare.peers.llama_cpp import LlamaCppPeer
 from offload_rt.errors import SettingsError
 from offload_rt.text.detokenize import load_tokenizer
 from offload_rt.weights.checkpoint import open_checkpoint
@@ -124,26 +122,7 @@ def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, mo
     assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
 
 
-# Answers a line as llama_cpp.mjs does: a pass of one token, then passes of two tokens.
-FAKE_NODE = """
-import json, sys
-print("{}", flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    ids = [asked["prompt"][-1] + 1 + i for i in range(asked["n"])]
-    arrivals = [[0.5 * n, n] for n in range(1, len(ids) + 1, 2)]
-    print(json.dumps({"token_ids": ids, "arrivals": arrivals}), flush=True)
-"""
-
-
-def test_llama_cpp_answers_over_the_pipe(tmp_path):
-    peer = LlamaCppPeer([sys.executable, "-c", FAKE_NODE], Supply("memory", 1))
-    answer = peer.generate([1, 2], 5)
-    assert answer == Answer([3, 4, 5, 6, 7], [(0.5, 1), (1.5, 3), (2.5, 5)])
-    peer.close()
-    assert peer._node.returncode == 0
-    with pytest.raises(RuntimeError, match="exit code 3"):
-        LlamaCppPeer([sys.executable, "-c", "raise SystemExit(3)"], Supply("memory", 1))
+def test_peers_have_titles_and_refusals(tmp_path):
     job = Job(tmp_path, tmp_path, tmp_path, 1, 0, 1, tmp_path, gguf=tmp_path)
     with pytest.raises(SettingsError, match="control group"):
         contract.find("llama_cpp_mapped").load(job)

@@ -419,7 +419,7 @@ def test_silu_mul(kernels, shape, dtype):
 def samples(device):
     case = random_case(3)
     *qkv, mask = inputs(case, device)
-    blocks, shape = random_blocks("Q4_K", 1)
+    matrix = random_blocks("Q4_K", 1)
     stack = torch.randn(3, 24, 96, device=device).bfloat16()[:2]
     store = torch.randn(2, 2, 20, 64, device=device)
     tree, target, _ = languages.random_case(3, torch.float32)
@@ -442,7 +442,8 @@ def samples(device):
         "tree_attention": (*qkv, *(part.to(device) for part in mask.tensors), case.window, 0.1),
         "dequantize": dequantize_arguments("columns", 3, torch.bfloat16, device),
         "dequantize_blocks": (
-            blocks.to(device), [*KERNEL_BLOCKS].index("Q4_K"), torch.empty(shape, device=device),
+            matrix.blocks.to(device), [*KERNEL_BLOCKS].index("Q4_K"),
+            torch.empty(matrix.shape, device=device),
         ),
         "few_rows": (
             torch.randn(3, 96, device=device).bfloat16(), torch.tensor([2, 0, 1, 1], device=device),

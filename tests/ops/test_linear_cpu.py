@@ -23,7 +23,6 @@ from offload_rt.ops.dequantize import (
     BlockMatrix,
     CodedMatrix,
     Packing,
-    reference_dequantize_blocks,
 )
 from offload_rt.ops.linear import dequantize, linear
 
@@ -50,19 +49,16 @@ def coded(kind: str, seed: int) -> tuple[CodedMatrix, Tensor]:
 
 def block_matrix(name: str, seed: int) -> tuple[BlockMatrix, Tensor]:
     """Random blocks with scales below 1, and their values by the reference."""
-    blocks, shape = random_blocks(name, seed)
-    return of_blocks(name, blocks, shape, 0xBB)
+    return masked(random_blocks(name, seed), 0xBB)
 
 
-def of_blocks(name: str, blocks: Tensor, shape: tuple, mask: int) -> tuple[BlockMatrix, Tensor]:
+def masked(matrix: BlockMatrix, mask: int) -> tuple[BlockMatrix, Tensor]:
     """Mask the upper byte of float16 scales; return the matrix and its values."""
-    kind = BLOCKS[name]
+    kind = BLOCKS[matrix.type]
     for offset in (kind.scale, kind.minimum):
         if offset is not None:
-            blocks.view(-1, kind.size)[:, offset + 1] &= mask
-    values = torch.empty(shape)
-    reference_dequantize_blocks(blocks, name, values)
-    return BlockMatrix(shape, blocks, name), values
+            matrix.blocks.view(-1, kind.size)[:, offset + 1] &= mask
+    return matrix, values_of(matrix)
 
 
 def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
@@ -74,7 +70,7 @@ def large_matrix(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> tuple:
     if name in BLOCKS:
         n_bytes = n_in // BLOCKS[name].n * BLOCKS[name].size
         blocks = torch.randint(0, 256, (n_out, n_bytes)).byte()
-        return of_blocks(name, blocks, (n_out, n_in), 0x3B)
+        return masked(BlockMatrix((n_out, n_in), blocks, name), 0x3B)
     order, group = name.split("-")
     size = int(group)
     packing, zeros = {
@@ -101,27 +97,16 @@ LARGE = (
 SHORT_BLOCKS = ("e2m1-32", *(name for name, kind in BLOCKS.items() if kind.n == 32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_unpacked_codes_equal_the_reference_bit_for_bit(level, kind):
-    for seed in range(15):
-        matrix = case(kind, seed)
+@pytest.mark.parametrize("name", [*KINDS, *BLOCKS])
+def test_unpacked_weights_equal_the_reference_bit_for_bit(level, name):
+    for seed in range(6 if name in BLOCKS else 15):
+        matrix = random_blocks(name, seed) if name in BLOCKS else case(name, seed)
         for dtype in FLOATS:
             expected = values_of(matrix, dtype)
             assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected)
             rows = torch.tensor([len(expected) - 1, 0])
             out = torch.empty(2, matrix.shape[1], dtype=dtype)
             assert_equal(dequantize(matrix, out, rows), expected[rows])
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_unpacked_blocks_equal_the_reference_bit_for_bit(level, name):
-    for seed in range(6):
-        blocks, shape = random_blocks(name, seed)
-        matrix = BlockMatrix(shape, blocks, name)
-        for dtype in FLOATS:
-            expected = torch.empty(matrix.shape, dtype=dtype)
-            reference_dequantize_blocks(matrix.blocks, name, expected)
-            assert_equal(dequantize(matrix, torch.empty(matrix.shape, dtype=dtype)), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

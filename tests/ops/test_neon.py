@@ -24,8 +24,7 @@ from ops.test_linear_cpu import (  # noqa: F401
     test_dense_products_equal_float64_products,
     test_groups_equal_separate_products_bit_for_bit,
     test_products_of_codes_equal_products_of_their_values,
-    test_unpacked_blocks_equal_the_reference_bit_for_bit,
-    test_unpacked_codes_equal_the_reference_bit_for_bit,
+    test_unpacked_weights_equal_the_reference_bit_for_bit,
 )
 from support import neon
 from support.tiny import Zoo

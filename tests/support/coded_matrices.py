@@ -10,11 +10,13 @@ from offload_rt.ops.dequantize import (
     BLOCKS,
     ORDERS,
     ZERO_ORDERS,
+    BlockMatrix,
     CodedMatrix,
     Order,
     Packing,
     ZeroCodes,
     reference_dequantize,
+    reference_dequantize_blocks,
 )
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -95,8 +97,12 @@ def random_matrix(
     return matrix, values_of(matrix)
 
 
-def values_of(matrix: CodedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+def values_of(matrix: CodedMatrix | BlockMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of a matrix by the reference, (outputs, inputs)."""
+    if isinstance(matrix, BlockMatrix):
+        values = torch.empty(matrix.shape, dtype=dtype)
+        reference_dequantize_blocks(matrix.blocks, matrix.type, values)
+        return values
     shape = matrix.shape[::-1] if matrix.packing.is_transposed else matrix.shape
     stored = torch.empty(shape, dtype=dtype)
     scales, zeros = matrix.float_scales(), matrix.int_zeros()
@@ -119,11 +125,11 @@ def relative_error(x: Tensor, values: Tensor, y: Tensor, bias: Tensor | None = N
     return float(((y - x @ values.T - offset).abs() / size).max())
 
 
-def random_blocks(name: str, seed: int) -> tuple[Tensor, tuple[int, int]]:
-    """Blocks of any bytes, also with infinite scales and NaN, and the shape of their matrix."""
+def random_blocks(name: str, seed: int) -> BlockMatrix:
+    """Blocks of any bytes, also with infinite scales and NaN."""
     block = BLOCKS[name]
     n_rows, n_blocks = 3 + 4 * seed, 1 + seed % 3
     generator = torch.Generator().manual_seed(seed)
     size = n_rows, n_blocks * block.size
     blocks = torch.randint(256, size, generator=generator, dtype=torch.uint8)
-    return blocks, (n_rows, n_blocks * block.n)
+    return BlockMatrix((n_rows, n_blocks * block.n), blocks, name)

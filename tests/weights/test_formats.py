@@ -85,8 +85,11 @@ def view_of(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choice", CHOICES, ids=id_of)
-def test_weights_are_dequantised_exactly(choice, dtype, tmp_path):
-    """Product in the dtype of the scales, one rounding, then the dtype of the computation."""
+def test_weights_are_dequantised_exactly(choice, dtype, tmp_path, monkeypatch):
+    """Product in the dtype of the scales, one rounding, then the dtype of the computation.
+
+    Emulated kernels give the same weights.
+    """
     stored, exact, source = one_matrix(tmp_path, choice, dtype)
     # Products may use the values before they are rounded to the dtype of the computation.
     limits = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -99,16 +102,10 @@ def test_weights_are_dequantised_exactly(choice, dtype, tmp_path):
         error = (view.linear(x, MODULE).double() - x.double() @ exact.double().T).abs()
         size = x.double().abs() @ exact.double().abs().T
         assert float((error / size).max()) < limit
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=id_of)
-def test_kernels_give_the_same_weights(choice, tmp_path, monkeypatch):
-    """Emulated thread by thread."""
     library = getattr(torch.ops, emulated.load())
     monkeypatch.setattr(extension, "serves", lambda _: True)
     monkeypatch.setattr(extension, "kernels", lambda: library)
     monkeypatch.setattr(linear_cpu, "serves", lambda *_: False)
-    stored, exact, source = one_matrix(tmp_path, choice, torch.bfloat16)
     assert torch.equal(weight_of(config_of(choice), source, stored), exact.bfloat16())
 
 
