@@ -1,14 +1,28 @@
 """Products of bench.compute: matrices have the measured format, and ratios compare equal work."""
 
+import runpy
+
 import pytest
 import torch
 
+from bench.common import checkpoints
+from bench.common.measure import ROOT
 from bench.compute import products
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of a few kilobytes, one copy of them."""
+    """Matrices of a few kilobytes, one copy of them; scripts run in this process."""
+
+    def run(script: str, *arguments: str) -> None:
+        monkeypatch.setattr("sys.argv", [script, *arguments])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+
+    for module in (checkpoints, products):
+        monkeypatch.setattr(module, "run_python", run)
     shapes = {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
     monkeypatch.setattr(products, "HIDDEN", 256)
     monkeypatch.setattr(products, "INTERMEDIATE", 512)
@@ -16,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_TIMES_CACHE", 0)
 
 
-@pytest.mark.usefixtures("small", "scripts_here")
+@pytest.mark.usefixtures("small")
 def test_all_formats_multiply_the_same_weights(tmp_path):
     """Products of every format differ from float32 by rounding."""
     by_format = products.all_weights(tmp_path, [*products.DENSE, "int4, groups of 128", "int8"])

@@ -4,10 +4,8 @@ import json
 import os
 import re
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from bench.compare.peers import llama_cpp
 from bench.compare.peers.__main__ import main as peers_main
 from offload_rt.errors import SettingsError
 from offload_rt.text.detokenize import load_tokenizer
-from offload_rt.weights.checkpoint import open_checkpoint
 from scripts import compare
 
 DEMO = ROOT / "models/demo-target"
@@ -65,61 +62,34 @@ def test_rows_have_a_floor_and_are_sorted_by_kind_and_speed(tmp_path):
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
-def run_all(monkeypatch: pytest.MonkeyPatch, run_peer: Any, *peers: str) -> Any:
-    """Compare peers without measurements."""
-    here = Path()
-    job = Job(here, here, here, 1, 0, 256, here)
+def test_rounds_start_with_a_different_peer_and_failing_peers_are_rows(monkeypatch):
+    turns = []
+
+    def run_peer(name: str, job: Job, prompts: list[list[int]], *_: Any) -> Run:
+        turns.append((name, prompts))
+        if name == "offload_rt_automatic":
+            raise RuntimeError("out of luck")
+        return run_of([1, 2], [(1.0, 1), (2.0, 2)])
+
     monkeypatch.setattr(compare, "measure_floor", lambda course: ({"disk": 1.0}, 2))
     monkeypatch.setattr(compare, "run_peer", run_peer)
-    return compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), [*peers])
-
-
-def test_failing_peer_is_a_row_with_its_reason(monkeypatch):
-    fail = Mock(side_effect=RuntimeError("out of luck"))
-    comparison = run_all(monkeypatch, fail, "offload_rt_plain")
-    assert comparison.reasons == {"offload_rt_plain": "out of luck"}
-    assert fail.call_count == 1
-    rows = outcome.rows(["offload_rt_plain"], comparison.runs, comparison.reasons, comparison.gbps)
-    assert "did not run: out of luck" in outcome.table(rows)
-    assert compare.ratios(comparison, compare.decode_rate) == {}
-
-
-def test_rounds_start_with_a_different_peer(monkeypatch):
-    run_peer = Mock(return_value=run_of([1, 2], [(1.0, 1), (2.0, 2)]))
-    peers = ["offload_rt_plain", "offload_rt_speculative", "transformers_resident"]
-    comparison = run_all(monkeypatch, run_peer, *peers)
-    turns = [(call.args[0], call.args[2]) for call in run_peer.call_args_list]
-    second = (*peers[1:], peers[0])
+    here = Path()
+    job = Job(here, here, here, 1, 0, 256, here)
+    peers = [
+        "offload_rt_plain",
+        "offload_rt_speculative",
+        "transformers_resident",
+        "offload_rt_automatic",
+    ]
+    comparison = compare.run_all(compare.Course(job, [[1], [2]], [3], 4, 1.0), peers)
+    second = (*peers[1:3], peers[0])
     assert turns == [(name, [[1]]) for name in peers] + [(name, [[2]]) for name in second]
+    assert comparison.reasons == {"offload_rt_automatic": "out of luck"}
+    rows = outcome.rows(peers, comparison.runs, comparison.reasons, comparison.gbps)
+    assert "did not run: out of luck" in outcome.table(rows)
     of_its_kind = {"transformers_resident": [1.0, 1.0]}
     ratios = compare.ratios(comparison, compare.decode_rate)
     assert ratios == {"offload_rt_plain": of_its_kind, "offload_rt_speculative": {}}
-
-
-@pytest.mark.usefixtures("scripts_here")
-def test_gguf_peers_share_a_file_and_the_limit_of_the_control_group(tmp_path, monkeypatch):
-    """The budget of offload_rt leaves room for its imports."""
-    model = speaking_checkpoint(tmp_path / "model")
-    limit, imports = 3 << 30, 500 << 20
-    asked = []
-
-    def fail(course: compare.Course, peers: Sequence[str]) -> None:
-        n = open_checkpoint(course.job.model).nbytes
-        asked.append((course, peers, os.environ["ATEN_CPU_CAPABILITY"], n))
-        raise RuntimeError("far enough")
-
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    flags = ["--model", str(model), "--gguf", "F32", "--cgroup", str(tmp_path), "--avx2"]
-    monkeypatch.setattr("sys.argv", ["compare", *flags])
-    monkeypatch.setattr(compare, "run_all", fail)
-    monkeypatch.setattr(compare, "run_json", lambda _: ProcessRun({}, 1.0, imports))
-    with pytest.raises(SystemExit, match="far enough"):
-        compare.main()
-    ((course, peers, isa, nbytes),) = asked
-    assert course.job.model == course.job.plain and course.job.model.suffix == ".gguf"
-    assert nbytes == open_checkpoint(model).nbytes
-    assert (course.job.limit, course.job.budget) == (limit, limit - imports)
-    assert course.cgroup == tmp_path and peers == compare.READ_GGUF and isa == "avx2"
 
 
 def test_peers_have_titles_and_refusals(tmp_path):

@@ -137,27 +137,6 @@ def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):
     torch.testing.assert_close(given, expected, atol=ATOL, rtol=0)
 
 
-def test_images_of_preempted_and_aborted_sequences(model_of, monkeypatch):
-    model, folder = model_of("qwen2_vl")
-    with open_streamed(folder, drafter="none", max_num_seqs=2) as llm:
-        prompts = [one_image(llm, model, "qwen2_vl", seed) for seed in (1, 2)]
-        aborted = llm.stream(prompts[1], GREEDY)
-        next(aborted)
-        aborted.close()
-        forward = runner_of(llm).forward
-        n_steps = []
-
-        def alone(steps):
-            n_steps.append(len(steps))
-            if len(n_steps) > 2 and len(steps) > 1:
-                raise torch.OutOfMemoryError("no room for two")
-            return forward(steps)
-
-        monkeypatch.setattr(runner_of(llm), "forward", alone)
-        assert say(llm, prompts) == [generate_images(model, prompt, N_NEW) for prompt in prompts]
-        assert n_steps.count(2) > 2
-
-
 def test_quantised_weights_and_prediction_layer_behind_images(model_of, tmp_path):
     """Matrices of 4 bits, drafter `mtp`; the tower is stored as it is."""
     model, folder = model_of("qwen3_5")

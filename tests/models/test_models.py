@@ -10,14 +10,12 @@ from support.tiny import (
     LINEAR,
     LLAMA3,
     SIZES,
-    WINDOW,
     YARN,
+    check_tree,
     feed,
     logits_of,
     open_llm,
-    prefill,
     prompt_of,
-    random_tree,
     runner_of,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,21 +39,8 @@ ATOL = 1e-3
 def test_tree_nodes_see_their_path(zoo, name, chunk_rows, monkeypatch):
     """Below missing and cached tokens, longer than the window in both parts."""
     monkeypatch.setattr(runner_module, "CHUNK_ROWS", chunk_rows)
-    tree = random_tree(24, seed=3, reach=2)
-    assert not tree.is_chain and tree.depths.max() > WINDOW + 2
-    committed = prompt_of(1, 11)
-    lacking = prompt_of(2, 6)
-    drafted = prompt_of(3, len(tree))
     with open_llm(zoo.directory(name, 0), "disk") as llm:
-        runner = runner_of(llm)
-        cache = prefill(runner, committed, 64)
-        got = feed(
-            runner, cache, lacking + drafted, tree.after_chain(len(lacking)), n_wanted=len(tree)
-        )
-    for node in range(len(tree)):
-        path = [drafted[ancestor] for ancestor in [0, *tree.path_to(node)]]
-        expected = logits_of(zoo.model(name, 0), committed + lacking + path)[-1]
-        torch.testing.assert_close(got[node], expected, atol=ATOL, rtol=0)
+        check_tree(runner_of(llm), zoo.model(name, 0), 24)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])

@@ -56,12 +56,6 @@ def inputs(case, device):
     return q, k, v, make_tree_mask(parents, case.first, case.n_before).within(case.window or None)
 
 
-def visible(mask):
-    """(n, n_keys) bool."""
-    dense = mask.dense()
-    return torch.ones(len(mask.bits), mask.n_keys, dtype=torch.bool) if dense is None else dense
-
-
 def test_kernels_change_only_what_their_schema_names(kernels):
     for name, args in samples(kernels.device).items():
         # The checks clone pinned memory into unpinned memory, which a GPU cannot read.
@@ -115,7 +109,8 @@ def test_tree_attention(kernels, monkeypatch, case, card):
     monkeypatch.setenv("CUDA_ON_CPU_CARD", str(card))
     q, k, v, mask = inputs(case, kernels.device)
     bits, depths, key_depths, extent = mask.tensors
-    seen = visible(mask)
+    dense = mask.dense()
+    seen = torch.ones(case.n, mask.n_keys, dtype=torch.bool) if dense is None else dense
     if case.n_spare:
         n_most = case.first + case.n + case.n_spare
         bits = pad(bits, (0, -(-n_most // 32) - bits.shape[1]))

@@ -156,23 +156,16 @@ CONFIG = llama_config(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of CONFIG, with wide weights, so that texts vary."""
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Choice], Path]:
+    """Return a function from a format to a Llama of CONFIG with wide weights: texts vary."""
     tensors = {name: 3 * tensor for name, tensor in llama_tensors(CONFIG).items()}
-    return write_checkpoint(tmp_path_factory.mktemp("plain"), CONFIG, tensors)
-
-
-@pytest.fixture(scope="module")
-def checkpoint_of(
-    plain: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Choice], tuple[Path, dict[str, Tensor]]]:
-    """Return a function from a format to its checkpoint and equivalent plain weights."""
+    plain = write_checkpoint(tmp_path_factory.mktemp("plain"), CONFIG, tensors)
 
     @functools.cache
-    def get(choice: Choice) -> tuple[Path, dict[str, Tensor]]:
+    def get(choice: Choice) -> Path:
         folder = tmp_path_factory.mktemp(choice.format) / "m"
         write(plain, folder, choice)
-        return folder, quantized(load_file(plain / "model.safetensors"), choice)[1]
+        return folder
 
     return get
 
@@ -184,7 +177,7 @@ def test_passes_over_resident_quantised_weights_are_captured(
     choice, has_kernels, checkpoint_of, monkeypatch
 ):
     """A capture refuses copies of unpinned memory."""
-    model = str(checkpoint_of(choice)[0])
+    model = str(checkpoint_of(choice))
     settings = {"dtype": "bfloat16", "drafter": "none", "max_model_len": 64, "device": "cuda"}
     prompt = prompt_of(0, vocab_size=40)
     with fake_gpu(monkeypatch, has_kernels=has_kernels), LLM(model, **settings) as llm:
@@ -214,7 +207,7 @@ SPOILS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 @pytest.mark.parametrize("choice", ONE_OF_EACH, ids=id_of)
 def test_damaged_tensors_are_refused_by_name(choice, checkpoint_of, tmp_path):
-    directory = shutil.copytree(checkpoint_of(choice)[0], tmp_path / "m")
+    directory = shutil.copytree(checkpoint_of(choice), tmp_path / "m")
     whole = (directory / "model.safetensors").read_bytes()
     optional = {("missing", "g_idx"), ("missing", "weight_g_idx"), ("missing", "weight_shape")}
     module = "model.layers.2.mlp.up_proj."
@@ -253,7 +246,7 @@ def noted(**changes: Any) -> Callable[[Tensor], Tensor]:
     (Choice("nf4"), STATE, noted(nested_offset=None), "offset"),
 ])  # fmt: skip
 def test_contradictory_tensors_are_refused(choice, name, change, message, checkpoint_of, tmp_path):
-    directory = shutil.copytree(checkpoint_of(choice)[0], tmp_path / "m")
+    directory = shutil.copytree(checkpoint_of(choice), tmp_path / "m")
     spoiled(directory, f"model.layers.1.mlp.up_proj.{name}", change)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(directory)
@@ -333,14 +326,14 @@ def test_groups_can_differ_between_layers(tmp_path, checkpoint_of):
         stored.append(one_matrix(tmp_path / str(act), choice, torch.float16))
         fmt.stored(f"{MODULE}.weight", SHAPE, None, stored[-1][2])
         # trivial groups are not loaded
-        layer = open_checkpoint(checkpoint_of(choice)[0]).layers[0]
+        layer = open_checkpoint(checkpoint_of(choice)).layers[0]
         assert any("g_idx" in record.key for record in layer) == act
     for tensors, exact, source in stored:
         assert torch.equal(weight_of(fmt, source, tensors, torch.float16), exact)
 
 
 def test_zero_biases_are_dropped_and_others_refused(checkpoint_of, tmp_path):
-    directory = shutil.copytree(checkpoint_of(Choice("gptq"))[0], tmp_path / "m")
+    directory = shutil.copytree(checkpoint_of(Choice("gptq")), tmp_path / "m")
     file = directory / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.0.self_attn.q_proj.bias"
@@ -387,5 +380,5 @@ def test_quantised_activations_are_ignored_with_a_notice(checkpoint_of):
     group = {**PACKED["config_groups"]["group_0"], "input_activations": {"num_bits": 8}}
     config = {**PACKED, "config_groups": {"a": group}, "kv_cache_scheme": {"a": 1}}
     assert "quantised activations and keys and values" in format_of(config).notice
-    with LLM(str(checkpoint_of(Choice("fp8"))[0]), device="cpu") as llm:
+    with LLM(str(checkpoint_of(Choice("fp8"))), device="cpu") as llm:
         assert "quantised activations" in llm.spec.notice
