@@ -12,15 +12,6 @@ from bench.speculate.spec_bench import Sums
 
 
 @pytest.fixture
-def chat_model(tmp_path: Path) -> str:
-    """The demo target with a chat template."""
-    folder = tmp_path / "model"
-    shutil.copytree(ROOT / "models/demo-target", folder)
-    shutil.copy(ROOT / "models/chat.jinja", folder / "chat_template.jinja")
-    return str(folder)
-
-
-@pytest.fixture
 def questions(tmp_path: Path) -> Path:
     """Seven questions of MT-Bench by two names, and one translation."""
     kinds = ["writing", "coding"] * 3 + ["writing", "translation"]
@@ -41,8 +32,10 @@ def test_questions_are_spaced_evenly_and_figures_are_ratios_of_sums(questions):
     assert sums.figures() == dict(zip(names, figures, strict=True))
 
 
-def test_spec_bench_prints_each_category_and_their_sum(questions, chat_model, monkeypatch, capsys):
-    flags = [str(questions), chat_model, "--drafters", "none", "ngram", "--per-category", "1"]
+def test_spec_bench_prints_each_category_and_their_sum(questions, tmp_path, monkeypatch, capsys):
+    model = shutil.copytree(ROOT / "models/demo-target", tmp_path / "model")
+    shutil.copy(ROOT / "models/chat.jinja", model / "chat_template.jinja")
+    flags = [str(questions), str(model), "--drafters", "none", "ngram", "--per-category", "1"]
     monkeypatch.setattr("sys.argv", ["spec_bench", *flags, "--tokens", "6", "--max-len", "128"])
     spec_bench.main()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -36,13 +36,8 @@ GREEDY = SamplingParams(max_tokens=N_NEW, temperature=0)
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory):
     """Of a type: the model in transformers, and its checkpoint."""
-
-    @functools.cache
-    def get(kind):
-        folder = tmp_path_factory.mktemp(kind)
-        return image_model(kind, folder), folder
-
-    return get
+    folder = functools.cache(tmp_path_factory.mktemp)
+    return functools.cache(lambda kind: (image_model(kind, folder(kind)), folder(kind)))
 
 
 def say(llm, prompts):

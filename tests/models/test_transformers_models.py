@@ -141,14 +141,10 @@ def test_unsupported_models_are_refused_with_a_reason(kind, changes, reason):
         parse_architecture(tiny_config(kind).to_dict() | changes)
 
 
-_LONG_ROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
-    "long_factor": [1.0] * 8,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(("kind", "changes", "n"), [
-    ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": _LONG_ROPE}, 128),
+    ("phi3", {"original_max_position_embeddings": 128, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "long_factor": [1.0] * 8}}, 128),
     ("glm_moe_dsa", {"index_topk": 100}, 100),
 ])  # fmt: skip
 def test_context_ends_where_longrope_changes_or_an_indexer_selects(kind, changes, n):
