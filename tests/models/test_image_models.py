@@ -17,7 +17,7 @@ from support.images import (
     image_prompt,
 )
 from support.quantized import rewrite
-from support.tiny import ATOL, generate, open_streamed, open_unloaded, prompt_of, runner_of
+from support.tiny import ATOL, generate, open_streamed, prompt_of, runner_of
 
 from offload_rt import SamplingParams
 from offload_rt.models.image_tower import FAMILIES, ImageTower
@@ -98,18 +98,6 @@ def test_features_are_computed_once_and_kept(model_of, monkeypatch):
         llm.engine.reset_prefix_cache()
         assert say(llm, [prompt]) == first
         assert calls == [1] * 3
-
-
-def test_small_budget_leaves_the_tower_out(model_of):
-    """Texts run as without a tower; a notice names the reason."""
-    _, folder = model_of("llava")
-    settings = {"device": "cpu", "max_model_len": 64}
-    with open_unloaded(folder, **settings, max_image_pixels=0) as text:
-        least = text.plan.reserved.total + 3 * text.plan.slot_nbytes
-    for budget, has_tower in ((least, False), (None, True)):
-        with open_unloaded(folder, **settings, device_memory=budget) as llm:
-            assert (llm.plan.reserved.images > 0) == has_tower
-            assert ("vision tower" in llm.spec.notice) != has_tower
 
 
 def test_prompt_beside_an_answer_is_not_cut_inside_an_image(model_of):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from support.images import IMAGE_ID, image_model
-from support.tiny import open_streamed
+from support.tiny import open_streamed, open_unloaded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -133,15 +133,21 @@ def test_placeholders_in_a_text_are_no_images(saved):
             llm.generate({"prompt": "w20", "multi_modal_data": {"image": picture(1)}}, GREEDY)
 
 
-def test_without_pixels_the_tower_is_not_loaded(saved):
+def test_tower_without_pixels_or_memory_is_not_loaded(saved):
+    """Texts run as without a tower; a notice names the reason."""
     _, _, folder = saved("llava")
-    with open_streamed(folder, max_image_pixels=0) as llm:
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}]
+    settings = {"device": "cpu", "drafter": "none", "max_model_len": 64}
+    with open_streamed(folder, max_image_pixels=0, **settings) as llm:
         assert not llm.supports_images
         assert llm.plan.reserved.images == 0
         with pytest.raises(PromptError, match="vision tower"):
-            llm.chat(
-                [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}], GREEDY
-            )
+            llm.chat(messages, GREEDY)
+        least = llm.plan.reserved.total + 3 * llm.plan.slot_nbytes
+    for budget, has_tower in ((least, False), (None, True)):
+        with open_unloaded(folder, device_memory=budget, **settings) as llm:
+            assert (llm.plan.reserved.images > 0) == has_tower
+            assert ("vision tower" in llm.spec.notice) != has_tower
 
 
 def resident(name):

@@ -199,7 +199,7 @@ def test_threads_share_many_keys_of_a_few_heads():
 def test_parts_of_the_keys_merge_to_all(dtype, window, attends, monkeypatch):
     """Keys and values are interleaved like offloaded rows.
 
-    A row may see no key of a part, or the last keys of a part before the tree.
+    A row may see no key of two parts, or the last keys of a part before the tree.
     """
     monkeypatch.setattr(layer_cpu, "attends", attends)
     n, n_before, dim = 12, 50, 24
@@ -207,7 +207,7 @@ def test_parts_of_the_keys_merge_to_all(dtype, window, attends, monkeypatch):
     keys, values = torch.randn(n_before + n, 2, 3, dim).to(dtype).permute(1, 2, 0, 3)
     mask = random_tree(n, 3, reach=3).mask(0, n, n_before).within(window)
     joined = None
-    for first, stop in ((40, n_before + n), (0, 17), (17, 40)):
+    for first, stop in ((0, 17), (17, 40), (40, n_before + n)):
         part = ops.partial_attention(
             q, keys[:, first:stop], values[:, first:stop], mask.part(first, stop), 0.2
         )
