@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_rt.dtypes import DType
-from offload_rt.offload.disk import DiskTier, ReadSettings
+from offload_rt.offload.disk import DiskTier
 from offload_rt.weights.layout import PackedLayer, host_block, packed_layout
 from offload_rt.weights.matrix import Matrix
 
@@ -86,14 +86,13 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], odd: int = 0) -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], odd: int = 0,
-    n_shards: int = 1,
-) -> Path:  # fmt: skip
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], n_shards: int = 1
+) -> Path:
     """Write a checkpoint; tensors are dealt to shards in turn, so that each has every layer."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     if n_shards == 1:
-        write_file(directory / "model.safetensors", tensors, odd)
+        write_file(directory / "model.safetensors", tensors)
         return directory
     where = {}
     for n in range(n_shards):
@@ -152,9 +151,9 @@ def pack(
     return image
 
 
-def check_bytes(layers: Any, settings: ReadSettings | None = None, backwards: bool = False) -> None:
+def check_bytes(layers: Any, backwards: bool = False) -> None:
     """Assert that the disk tier reads the bytes of the files, in any order."""
-    tier = DiskTier(layers, settings)
+    tier = DiskTier(layers)
     for i, records in enumerate(layers):
         layout = tier.layout(i)
         block = host_block(layout.nbytes).fill_(0xA5)

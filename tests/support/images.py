@@ -29,7 +29,7 @@ _GRIDS = {
 }  # fmt: skip
 
 
-def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+def image_model(kind: str, folder: Path) -> PreTrainedModel:
     """Save a tiny random model with a vision tower; return the model of transformers."""
     config = config_of(kind)
     if config.vision_config is None:
@@ -45,7 +45,7 @@ def image_model(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
     if kind == "glm4v_moe":
         config.text_config.rope_parameters["mrope_section"] = [1, 1, 2]
     config.image_token_id = IMAGE_ID
-    model = random_model(type(config).from_dict(config.to_dict()), seed, has_tower=True)
+    model = random_model(type(config).from_dict(config.to_dict()), has_tower=True)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text("{}")
     return model

@@ -265,8 +265,8 @@ def scripted(verify: Callable, tree: DraftTree, target: Tensor) -> Iterator[tupl
         yield Decision((0, *verdict.path)[-1], bonus, np.full(len(tree.topology), np.nan)), p
 
 
-def target_probs(target: Language, tree: DraftTree, text: tuple = ()) -> Tensor:
-    return torch.stack([target.after((*text, *path)) for path in tree.paths()])
+def target_probs(target: Language, tree: DraftTree) -> Tensor:
+    return torch.stack([target.after(path) for path in tree.paths()])
 
 
 def distribution_under(

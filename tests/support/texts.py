@@ -95,19 +95,19 @@ def processors(params: SamplingParams, n_prompt: int = 0) -> LogitsProcessorList
 
 
 def exact_distribution(
-    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams, n_new: int = N_NEW
+    model: PreTrainedModel, prompt: Sequence[int], params: SamplingParams
 ) -> np.ndarray:
-    """The probability of each text of n_new tokens, (vocabulary,) * n_new."""
+    """The probability of each text of N_NEW tokens, (vocabulary,) * N_NEW."""
     vocab_size = model.config.vocab_size
     warpers = processors(params, len(prompt))
-    probs = np.ones((vocab_size,) * n_new)
-    for text in itertools.product(range(vocab_size), repeat=n_new - 1):
+    probs = np.ones((vocab_size,) * N_NEW)
+    for text in itertools.product(range(vocab_size), repeat=N_NEW - 1):
         logits = logits_of(model, [*prompt, *text])
-        for n in range(n_new):
+        for n in range(N_NEW):
             before = torch.tensor([[*prompt, *text[:n]]])
             scores = warpers(before, logits[None, before.shape[1] - 1])
             next_probs = torch.softmax(scores.double(), -1)[0].numpy()
-            probs[text] *= next_probs[text[n]] if n < n_new - 1 else next_probs
+            probs[text] *= next_probs[text[n]] if n < N_NEW - 1 else next_probs
     assert abs(probs.sum() - 1) < 1e-6
     return probs
 

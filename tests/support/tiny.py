@@ -492,14 +492,13 @@ def byte_level(vocab_size: int = 320) -> Tokenizer:
     return trained(vocab_size, pre_tokenizers.ByteLevel.alphabet(), SPOKEN * 4)
 
 
-def metaspace(vocab_size: int = 400) -> Tokenizer:
+def metaspace() -> Tokenizer:
     """A tokenizer like Llama 2's: a space belongs to the next word; unknown text is bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    options = {"special_tokens": ["<unk>"], "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"], show_progress=False)
     tokenizer.train_from_iterator(SPOKEN[:1] * 4, trainer)
     # The trainer knows no byte tokens, so they are written into the finished vocabulary.
     content = json.loads(tokenizer.to_str())
