@@ -15,7 +15,7 @@ import torch
 from support.fake_gpu import fake_gpu
 from support.processes import is_running, is_written
 from support.programs import wait_until
-from support.tiny import keep_steady, say
+from support.tiny import keep_steady
 from transformers import Qwen3MoeConfig
 
 from bench.common.measure import UNKNOWN, Spread
@@ -38,7 +38,6 @@ from bench.gpu.table import table, written_into
 from offload_rt import LLM
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT = [5, 300, 17, 511, 42]
 FEW_A_PASS = {"tree_size": 8, "tree_depth": 3}  # so that passes of a short text are timed
 
 
@@ -55,15 +54,6 @@ def small(tmp_path_factory):
         return out
 
     return written
-
-
-def test_repeated_layers_keep_the_text(small):
-    settings = {"device": "cpu", "dtype": "float32", "drafter": "none", "max_model_len": 64}
-    with LLM(str(shapes.TARGET), **settings) as llm:
-        want = say(llm, PROMPT, 20)
-    with shapes.opened(small(shapes.TARGET, ""), 11, **settings) as llm:
-        assert len(llm.plan.tiers) == 11
-        assert say(llm, PROMPT, 20) == want
 
 
 def told(measure):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -179,10 +178,3 @@ def test_process_reports_its_result_and_peak_memory(tmp_path, monkeypatch):
     assert (run.result, run.peak_rss) == ({}, 7)
     with pytest.raises(RuntimeError, match="exit code 1: ValueError: out of luck"):
         run_json(["-c", "raise ValueError('out of luck')"])
-
-
-def test_benchmarks_do_not_import_scripts():
-    names = {"scripts", *(path.stem for path in (ROOT / "scripts").glob("*.py"))} - {"compare"}
-    pattern = re.compile(rf"^\s*(from|import) ({'|'.join(names)})\b", re.MULTILINE)
-    paths = (ROOT / "bench").rglob("*.py")
-    assert not [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))]

@@ -11,9 +11,8 @@ from bench.compute.limits import count_instructions, least_cycles
 from offload_rt.ops import cpu
 
 
-@pytest.mark.parametrize(
-    ("counts", "cycles"),
-    [
+def test_the_scarcest_resource_limits():
+    for counts, cycles in (
         ({"vdpbf16ps %zmm1,%zmm2,%zmm3": 6}, 6),
         ({"vmulps %ymm1,%ymm2,%ymm3": 6}, 3),
         # Pipes 1 and 2, 2 and 3: three pipes for eight halves.
@@ -21,10 +20,8 @@ from offload_rt.ops import cpu
         ({"vmovups 0x40(%rax),%zmm1": 5}, 5),
         ({"vmulps (%rax){1to16},%zmm1,%zmm2": 4, "vmovups %zmm1,(%rax)": 9}, 4),
         ({"add $0x40,%rax": 12}, 2),
-    ],
-)
-def test_the_scarcest_resource_limits(counts, cycles):
-    assert least_cycles(Counter(counts)) == pytest.approx(cycles)
+    ):
+        assert least_cycles(Counter(counts)) == pytest.approx(cycles)
 
 
 @pytest.mark.skipif(
@@ -32,12 +29,9 @@ def test_the_scarcest_resource_limits(counts, cycles):
 )
 def test_executed_instructions_are_counted():
     library = cpu.library()
-    assert library is not None
-    n_times = 50
 
     def multiply() -> None:
-        library.offload_rt_fma_rate(n_times, ctypes.byref(ctypes.c_double()))
+        library.offload_rt_fma_rate(50, ctypes.byref(ctypes.c_double()))
 
     counts = count_instructions(Path(library._name), multiply)
-    n_multiplied = sum(n for text, n in counts.items() if text.startswith("vfmadd"))
-    assert n_multiplied == 10 * n_times
+    assert sum(n for text, n in counts.items() if text.startswith("vfmadd")) == 10 * 50

@@ -146,11 +146,7 @@ def saved(model_of):
     return model_of("qwen3_5_text")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"drafter": "lookahead"}, {"draft_model": True}],
-    ids=["plain", "lookahead", "draft"],
-)
+@pytest.mark.parametrize("settings", [{}, {"drafter": "lookahead"}, {"draft_model": True}])
 def test_batch_texts_equal_transformers(saved, steady, monkeypatch, settings):
     """Prompts end within, at and behind a block border; two prompts share a prefix."""
     model, folder = saved

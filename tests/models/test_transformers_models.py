@@ -176,12 +176,8 @@ def test_page_lists_the_obstacle_of_every_unsupported_type():
 @pytest.mark.parametrize(
     ("kind", "n_products"),
     [
-        ("qwen3_moe", 0),
-        ("gpt_oss", 0),
-        ("qwen3_next", 0),
-        ("qwen3_moe", 2),
-        ("mxfp4", 2),
-        ("gptq", 3),
+        *((kind, 0) for kind in ("qwen3_moe", "gpt_oss", "qwen3_next")),
+        *(("qwen3_moe", 2), ("mxfp4", 2), ("gptq", 3)),
     ],
 )
 def test_cuda_passes_need_no_host_waits(

@@ -27,7 +27,6 @@ from offload_rt.weights.gguf import read_gguf
 from offload_rt.weights.locate import locate
 
 pytestmark = pytest.mark.numeric
-DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-target"
 N_NEW = 40
 
 

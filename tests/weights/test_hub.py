@@ -64,11 +64,10 @@ class Hub:
         if match and match[1] in self.repositories:
             root = self.repositories[match[1]]
             files = [(str(f.relative_to(root)), f.stat()) for f in root.rglob("*") if f.is_file()]
-            told: Any = {"id": match[1], "sha": COMMIT}
-            told["siblings"] = [{"rfilename": name} for name, _ in files]
-            if (match[2] or "").startswith("/tree"):
-                told = [{"type": "file", "path": n, "size": s.st_size, "oid": n} for n, s in files]
-            return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
+            told: Any = [{"type": "file", "path": n, "size": s.st_size, "oid": n} for n, s in files]
+            if not (match[2] or "").startswith("/tree"):
+                told = {"id": match[1], "sha": COMMIT}
+            return 200, {}, json.dumps(told).encode()
         match = re.fullmatch(r"/(\w+/\w+)/resolve/\w+/(.+)", path)
         if not match or match[1] not in self.repositories:
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
