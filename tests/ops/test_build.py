@@ -174,9 +174,6 @@ def test_interrupt_ends_the_compiler_and_leaves_no_file(folders, monkeypatch):
     assert find(TINY).exists()  # it is no build that failed
 
 
-# Where the kernels are wanted
-
-
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make torch report devices of compute capability 8.9 and 12.0."""

@@ -54,9 +54,6 @@ def test_kernel_decodes_packed_zero_points(kernels, monkeypatch, kind):
     assert_equal(out.cpu().T.contiguous() if matrix.packing.is_transposed else out.cpu(), expected)
 
 
-# The blocks of GGUF
-
-
 def test_supported_types_are_those_of_transformers():
     theirs = {GGML_NAME[number]: (number, *GGML_BLOCK[number]) for number in GGML_BLOCK}
     ours = {name: (block.number, block.n, block.size) for name, block in BLOCKS.items()}
