@@ -8,18 +8,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from support.tiny import DRAFTERS, drafter_of, engine_of, logits_of, open_llm, prompt_of
+from support.tiny import DRAFTERS, logits_of, open_llm, pause_often, prompt_of
 
 from offload_rt import SamplingParams
-from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.ops import noise
 from offload_rt.ops.noise import NoiseRows, exponentials, philox
 from offload_rt.sampling import Context, NodeProbs
 from offload_rt.speculate import tree_state
-from offload_rt.speculate.select import drafter_type, load_rule
+from offload_rt.speculate.select import drafter_type
 from offload_rt.speculate.verify import coupled
-from offload_rt.tree.topology import Topology
 
 pytestmark = pytest.mark.numeric
 
@@ -144,16 +142,21 @@ def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
 SIZES = [*((name, 24) for name in DRAFTERS), ("recycle", 3), ("static_tree", 3)]
 
 
+@pytest.mark.parametrize("pauses", [False, True])
 @pytest.mark.parametrize(("drafter", "tree_size"), SIZES)
-def test_texts_equal_plain_decoding_with_any_drafter(pair, plain_texts, drafter, tree_size):
+def test_texts_equal_plain_decoding_with_any_drafter(
+    pair, plain_texts, monkeypatch, drafter, tree_size, pauses
+):
     """Token for token; together and alone."""
+    if pauses:
+        pause_often(monkeypatch)
     settings = {"max_model_len": 64, "tree_size": tree_size, **pair.settings(drafter, "coupled")}
     with open_llm(pair.target, **settings) as llm:
         outputs = llm.generate(PROMPTS, params_of(1))
         assert [output.token_ids for output in outputs] == plain_texts[1]
         assert llm.generate(PROMPTS[0], params_of(900)[0])[0].token_ids == plain_texts[900][0]
         has_room = drafter_type(drafter).resources.view is None  # for drafts of all sequences
-        if tree_size == 24 and "draft_model" in settings and has_room:
+        if tree_size == 24 and "draft_model" in settings and has_room and not pauses:
             assert all(output.stats.n_passes < N_NEW for output in outputs), "nothing was accepted"
 
 
@@ -171,21 +174,10 @@ def test_noise_of_some_rows_at_once_is_that_of_their_levels(n_at_once, monkeypat
 
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
-def test_draft_equal_to_the_target_predicts_the_draws(twin, drafter):
+def test_draft_equal_to_the_target_predicts_the_draws(twin, steady, drafter):
     """The most probable path after the noise is the text."""
-    with open_llm(twin.target, draft_model=str(twin.draft), max_model_len=128) as llm:
-        shape = Topology.chain(5) if drafter == "static_tree" else None
-        limits = DraftLimits(40, 5, fixed_size=True)
-        built = drafter_of(llm, drafter, "coupled", limits, shape=shape)
-        engine = engine_of(llm, built, load_rule("coupled"), n_nodes=80)
-        sequences = [
-            Sequence(prompt, SamplingParams(40, temperature, seed=7), 128)
-            for prompt, temperature in (([1, 2, 3], 0.5), ([4], 1.4))
-        ]
-        for sequence in sequences:
-            engine.add(sequence)
-        for _ in range(8):
-            engine.step()
-        lengths = [n for sequence in sequences for _, _, n in sequence.stats.passes]
-    # A grown tree has other branches, too, instead of a last node now and then.
-    assert lengths == [5] * 16 if drafter == "static_tree" else sum(lengths) > 72
+    settings = {"draft_model": str(twin.draft), "drafter": drafter, "rule": "coupled"}
+    params = [SamplingParams(61, temperature, seed=7) for temperature in (0.5, 1.4)]
+    with open_llm(twin.target, tree_size=40, tree_depth=5, **settings) as llm:
+        outputs = llm.generate([[1, 2, 3], [4]], params)
+    assert [output.stats.n_passes for output in outputs] == [1 + 60 // 5] * 2

@@ -106,10 +106,7 @@ def test_text_and_draft_distribution(pair, rounding):
     assert loaded_nbytes == planned_nbytes < 0.6 * plain_nbytes
 
 
-def planned(
-    target: str, draft: str, device: int, draft_quantize: str = "auto", has_card: bool = True,
-    tree_size: int | None = None,
-):  # fmt: skip
+def planned(target, draft, device, draft_quantize="auto", has_card=True, tree_size=None):
     """The draft model of a plan for a GPU, with its memory plan."""
     settings = {"draft_quantize": draft_quantize, "tree_size": tree_size, "max_model_len": 512}
     config = EngineConfig(target, draft, **settings)
@@ -118,8 +115,7 @@ def planned(
     budget = MemoryBudget(device, 200 << 30 if has_card else 0, has_card=has_card)
 
     def fit(draft, config):
-        models = sizes, draft
-        return plan_memory(config, pick_drafter(config), models, DType.FLOAT16, budget)
+        return plan_memory(config, pick_drafter(config), (sizes, draft), DType.FLOAT16, budget)
 
     return plan_draft(config, draft, True, has_card, fit)
 

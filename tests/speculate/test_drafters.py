@@ -40,18 +40,12 @@ from offload_rt.tree.topology import Verdict
 LIMITS = DraftLimits(n_nodes=17, n_levels=6)
 # The fourth goes round in circles, so that there is something to copy.
 PROMPTS = [[3], [7, 8, 9], prompt_of(0, 30), [5, 1, 2, 3, 4] * 5]
-N_NEW = (1, 2, 5, 40)
 
 
 def seen(name, rule):
     """Return the properties of a combination that a drafter receives, see `drafter_of`."""
     chosen = load_rule(rule)
     return name, chosen.child_sampling or "without_replacement", chosen.coupled_up_to
-
-
-every_combination = pytest.mark.parametrize(
-    ("name", "rule"), {seen(*combination): combination for combination in COMBINATIONS}.values()
-)
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +55,17 @@ def llm(pair):
         yield llm
 
 
-def sequences_of(temperature):
-    return [
-        Sequence([*prompt], SamplingParams(n, temperature, seed=i), 200)
-        for i, (prompt, n) in enumerate(zip(PROMPTS, N_NEW, strict=True))
-    ]
-
-
-def assert_tree(tree, sequence, n_nodes, vocab_size):
-    topology = tree.topology
-    tokens = tree.tokens
-    assert 1 <= len(topology) == len(tokens) <= n_nodes  # the root alone before the last token
-    assert int(topology.depths.max()) + 1 <= min(sequence.n_left, LIMITS.n_levels)
-    assert int(tokens[0]) == sequence.tokens[-1]
-    assert tokens.dtype == torch.int64 and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
-    assert 1.0 <= tree.expected <= len(topology)
-    for node, children in enumerate(tree.candidates().topology.children):
-        siblings = tokens[list(children)].tolist()
-        if tree.sampled is None or not tree.sampled.independent:
-            assert len(set(siblings)) == len(siblings), f"below node {node} the same token twice"
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@every_combination
+@pytest.mark.parametrize(
+    ("name", "rule"), {seen(*combination): combination for combination in COMBINATIONS}.values()
+)
 def test_trees_are_valid_after_every_verdict_on_every_node(llm, name, rule, temperature):
     """One tree per sequence, within its limits."""
     for n_nodes in (1, 2, 5, 17):
-        sequences = sequences_of(temperature)
+        sequences = [
+            Sequence([*prompt], SamplingParams(n, temperature, seed=n), 200)
+            for prompt, n in zip(PROMPTS, (1, 2, 5, 40), strict=True)
+        ]
         drafter = drafter_of(llm, name, rule, LIMITS)
         if drafter_type(name).resources.view is not None:
             begin(llm, drafter, sequences, 17)
@@ -98,10 +76,17 @@ def test_trees_are_valid_after_every_verdict_on_every_node(llm, name, rule, temp
             if node == 0:
                 first = trees
             for tree, sequence in zip(trees, sequences, strict=True):
-                assert_tree(tree, sequence, n_nodes, 128)
-                path = tree.topology.path_to(min(node, len(tree.candidates().topology) - 1))
+                topology, tokens = tree.topology, tree.tokens.tolist()
+                assert 1.0 <= tree.expected <= len(topology) == len(tokens) <= n_nodes
+                assert topology.n_levels <= min(sequence.n_left, LIMITS.n_levels)
+                assert tokens[0] == sequence.tokens[-1] and {*tokens} <= {*range(128)}
+                assert tree.tokens.dtype == torch.int64
+                paths = tree.candidates().paths()
+                is_independent = tree.sampled is not None and tree.sampled.independent
+                assert len({*paths}) == len(paths) or is_independent, "equal siblings"
+                path = topology.path_to(min(node, len(paths) - 1))
                 verdict = Verdict(tuple(path), (7 * node + 3) % 128)
-                logits = torch.randn(len(tree.topology), 128)
+                logits = torch.randn(len(topology), 128)
                 drafter.learn(sequence, tree, verdict, top_tokens(logits, drafter.n_predicted))
                 sequence.extend([*tree.tokens[path].tolist(), verdict.bonus])
             sequences = [sequence for sequence in sequences if sequence.finish_reason is None]

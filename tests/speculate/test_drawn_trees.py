@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,6 @@ from support.languages import (
     outcomes,
 )
 from support.tiny import exact_draws, sequence_of
-from torch import Tensor
 
 from offload_rt.cost.tree_size import Acceptance
 from offload_rt.speculate import child_sampling
@@ -27,54 +25,54 @@ from offload_rt.speculate.ngrams import append_ngram
 from offload_rt.speculate.select import load_rule
 from offload_rt.speculate.static_builder import StaticTree, StaticTreeBuilder
 from offload_rt.speculate.tree_state import TreeState
-from offload_rt.tree.topology import DraftTree, Topology, Verdict
+from offload_rt.tree.topology import Topology, Verdict
 
 
 class Letters:
     """A grammar with a random set of allowed tokens after every text."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._seed = seed
 
-    def masks_after(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+    def masks_after(self, paths):
         words = [self._word(path) if self.allows(path) else -1 for path in paths]
         return torch.tensor(words, dtype=torch.int32)[:, None]
 
-    def allows(self, text: tuple[int, ...]) -> bool:
+    def allows(self, text):
         return all(self.after(text[:i])[token] for i, token in enumerate(text))
 
-    def after(self, text: tuple[int, ...]) -> list[bool]:
+    def after(self, text):
         """Whether each token may follow a text within the grammar; at least one may."""
         return [bool(self._word(text) >> token & 1) for token in range(VOCABULARY)]
 
-    def _word(self, text: tuple[int, ...]) -> int:
+    def _word(self, text):
         return int(np.random.default_rng((self._seed, *text)).integers(1, 2**VOCABULARY))
 
 
 class MaskedLanguage(Language):
     """A language without the tokens outside a grammar."""
 
-    def __init__(self, seed: int, grammar: Letters) -> None:
+    def __init__(self, seed, grammar):
         super().__init__(seed, p_impossible=0.0)
         self._grammar = grammar
 
-    def after(self, text: Sequence[int]) -> Tensor:
+    def after(self, text):
         allowed = self._grammar.after(tuple(text))
         probs = super().after(text) * torch.tensor(allowed)
         return probs / probs.sum()
 
 
-def new_state(grammar: Letters | None = None) -> TreeState:
+def new_state(grammar=None):
     """Return the state of a tree below an empty text."""
     sequence = sequence_of(0)
     sequence.grammar = grammar
     return TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))
 
 
-def drawn_children(draw: Draw, kind: str) -> Callable[..., Tensor]:
+def drawn_children(draw, kind):
     """Replace a function of `child_sampling` by a draw from all its outcomes."""
 
-    def children(probs: Tensor, n: int, _: object, excluded: Tensor | None = None) -> Tensor:
+    def children(probs, n, _, excluded=None):
         struck = torch.zeros_like(probs) if excluded is None else excluded
         rows = [
             exact_draws(row.double().numpy(), n, kind == "independent", tokens.nonzero()[:, 0])
@@ -86,17 +84,11 @@ def drawn_children(draw: Draw, kind: str) -> Callable[..., Tensor]:
     return children
 
 
-def every_tree(
-    topology: Topology,
-    kind: str,
-    draft: Language,
-    grammar: Letters | None,
-    copied: tuple[int, ...] = (),
-) -> Iterator[tuple[DraftTree, float]]:
+def every_tree(topology, kind, draft, grammar, copied=()):
     """Every tree that the draws can lead to, with its probability."""
     plan = StaticTree(topology, 1.0, kind, 1.0, copied)
 
-    def run(draw: Draw) -> DraftTree:
+    def run(draw):
         builder = StaticTreeBuilder(new_state(grammar), plan, Acceptance())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child_sampling, kind, drawn_children(draw, kind))
@@ -106,14 +98,12 @@ def every_tree(
     return every_run(run)
 
 
-def every_chain(
-    n: int, middle: Language, small: Language, n_guesses: int
-) -> Iterator[tuple[DraftTree, float]]:
+def every_chain(n, middle, small, n_guesses):
     """Every chain of TriForce, with its probability: `small` guesses for `middle`."""
     kind = "without_replacement"
 
-    def run(draw: Draw) -> DraftTree:
-        def verify(tree: DraftTree, target: Tensor, _: object) -> Verdict:
+    def run(draw):
+        def verify(tree, target, _):
             end, bonus = draw(
                 ((decision.end, bonus), p * q)
                 for decision, p in outcomes(TRIFORCE_RULE)(tree, target)
@@ -121,7 +111,7 @@ def every_chain(
             )
             return Verdict(tuple(tree.topology.path_to(end)), bonus)
 
-        def guess() -> None:
+        def guess():
             path, n_left = builder.tip(n_guesses)
             if n_left > 0:
                 guesses = StaticTree(Topology.chain(1 + n_left), 1.0, kind, 1.0)
@@ -187,7 +177,7 @@ def test_copied_tokens_beside_drawn_children_keep_the_distribution(rule, n_seeds
 @pytest.mark.parametrize("seed", range(3))
 def test_chain_of_triforce_has_the_stated_distribution(seed, n_guesses):
     middle, small = Language(2 * seed), Language(2 * seed + 1)
-    chances: Counter[tuple[int, ...]] = Counter()
+    chances = Counter()
     for tree, p in every_chain(4, middle, small, n_guesses):
         path = tuple(tree.path_to(3))
         chances[path] += p

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.heads import small_target, write_head
 from support.tiny import assert_continued, open_llm, prompt_of
-from torch import Tensor
 
 from offload_rt import SamplingParams
+from offload_rt.errors import UnsupportedModelError
 from offload_rt.models.heads import HeadWeights
 from offload_rt.models.native import EMBED, HEAD
 from offload_rt.models.transformers import TransformersModel
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.numeric
 def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, steady, kind, head, place):
     model = small_target(kind, tmp_path / "target")
     settings = write_head(tmp_path / "head", tmp_path / "target", head).settings
-    states: dict[int, Tensor] = {}
+    states = {}
     observe = HeadModel.observe
 
     def observed(self, sequence, first, parts):
@@ -62,9 +62,13 @@ def test_heads_draft_for_models_of_transformers(tmp_path, monkeypatch, steady, k
     assert len(states) >= len(prompts[0]) + 11
 
 
-def test_medusa_heads_need_a_native_target(tmp_path):
+def test_medusa_heads_and_copies_of_layers_need_a_native_target(tmp_path):
     small_target("gpt_oss", tmp_path / "target")
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"medusa_num_heads": 2}')
-    with pytest.raises(Exception, match="Medusa heads cannot draft for a model of type gpt_oss"):
-        open_llm(tmp_path / "target", draft_model=str(tmp_path / "head"))
+    for settings, what in (
+        ({"draft_model": str(tmp_path / "head")}, "Medusa heads cannot draft for a model of"),
+        ({"drafter": "self"}, "a model of type gpt_oss cannot draft for itself"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=what):
+            open_llm(tmp_path / "target", **settings)

@@ -1,8 +1,6 @@
 """Draft heads on the target's hidden states: logits, texts, and selection by checkpoint."""
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -75,7 +73,7 @@ SCALES = {"input_embedding_scale": 0.5, "output_multiplier": 2.0, "final_logit_s
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
     "use_sliding_window": True}  # fmt: skip
 # Kind, target, changes of the head's config, and of its layers' config.
-HEAD_CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+HEAD_CASES = {
     "EAGLE-3": ("eagle", "llama", {}, {}),
     # AngelSlim keeps keys of Qwen's windows, which Llama layers do not have.
     "AngelSlim": ("eagle", "qwen3", {"norm_before_residual": True, "max_window_layers": 28,
@@ -225,7 +223,7 @@ def test_heads_draft_on_cuda(tmp_path, monkeypatch, kind):
     assert min(output.stats.nodes_per_tree for output in outputs) > 1
 
 
-def opened(directory: Path, **settings: Any) -> LLM:
+def opened(directory, **settings):
     return open_unloaded(directory, device="cpu", max_model_len=64, **settings)
 
 
@@ -242,7 +240,6 @@ def test_heads_select_their_drafter_and_reserve_memory(tmp_path):
             weights = written.weights.values()
             nbytes = sum(weight.nbytes for weight in weights if weight.is_floating_point())
             assert drafting.draft is not None and drafting.draft.nbytes == nbytes < reserved.draft
-            assert drafting.draft.identity != llm.spec.target.checkpoint.identity
             n_taps = 3 if kind == "eagle" else 1
             n_rows = 64 + llm.spec.memory.limits.n_nodes
             scratch = reserved.scratch - without.plan.reserved.scratch

@@ -18,7 +18,7 @@ from support.tiny import (
 
 from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
-from offload_rt.errors import CacheError, SettingsError
+from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
@@ -51,12 +51,7 @@ def change(learner):
 
 def read(learner, passages, waited_s=1e9):
     """Feed passages to a learner, with a given link wait after every layer."""
-    for passage in passages:
-        n = len(passage.labels.tokens)
-        sequence = Sequence(passage.tokens[: 1 - n].tolist(), SamplingParams(1000), 1000)
-        learner.add(sequence, passage.labels)
-        sequence.extend([*passage.tokens[-n + 1 :].tolist(), 0])
-        learner.end(sequence)
+    learner._new.extend(passages)
     while True:
         before = learner._n_slices
         learner._meter.waited_s += waited_s
@@ -170,11 +165,11 @@ def test_learning_ends_without_gain(pair, monkeypatch):
         assert drafter.n_predicted == 0 and learner._n_slices == n_slices
 
 
-def test_learning_uses_only_idle_link_time(pair):
+def test_learning_uses_only_idle_link_time_and_free_memory(pair, monkeypatch):
     """No learning in waits shorter than a slice; its estimate decays."""
-    passages = [passage_of(pair.model, seed) for seed in range(3)]
-    with opened(pair) as (_, learner):
-        read(learner, passages, waited_s=0.0)
+    with opened(pair) as (llm, learner):
+        before = weights_of(llm)
+        read(learner, [passage_of(pair.model, seed) for seed in range(3)], waited_s=0.0)
         learner._slice_s = 100.0
         read(learner, [], waited_s=99.0)
         assert learner._n_slices == 0
@@ -184,15 +179,10 @@ def test_learning_uses_only_idle_link_time(pair):
         learner._slice_s = 50.0
         learner.work()  # the link has not been waited for since
         assert learner._n_slices == 1
-
-
-def test_learning_ends_without_memory(pair, monkeypatch):
-    with opened(pair) as (llm, learner):
-        before = weights_of(llm)
         change(learner)
         learner._serve(True)
         monkeypatch.setattr(learner, "loss", Mock(side_effect=torch.OutOfMemoryError))
-        read(learner, [passage_of(pair.model, 0)])
+        read(learner, [])
         assert learner.n_predicted == 0 and torch.equal(weights_of(llm), before)
 
 
@@ -218,7 +208,7 @@ def test_greedy_tokens_equal_transformers_while_learning(pair, monkeypatch, stea
     assert_continued(outputs, pair.model, prompts, 60)
 
 
-def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
+def test_learned_weights_are_kept_for_the_pair(zoo, pair):
     """Served from the next run's first draft on, while they gain."""
     settings = {"draft_model": str(pair.draft), "learn_draft": "keep"}
     with open_llm(pair.target, **settings) as llm:
@@ -240,11 +230,6 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair, tmp_path):
         assert not llm.engine.drafter._learner._serves
     assert [kept.name for kept in cache_directory().glob("*draft-*")] == [path.name]
     assert path.read_bytes() == content
-    (tmp_path / "file").touch()
-    with pytest.MonkeyPatch.context() as patch, pytest.warns(CacheError):
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        with open_llm(pair.target, **settings) as llm:
-            llm.engine.drafter._learner._serve(True)
     for damaged in (content[: len(content) // 2], b"", content[:-4] + b"\xff\xff\xff\xff"):
         path.write_bytes(damaged)
         with open_llm(pair.target, **settings) as llm:

@@ -45,8 +45,7 @@ def published(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], lis
 
     def greedy(path: tuple[int, ...]) -> list[int]:
         """Return the model's predictions after the text and after each token of a path."""
-        predicted: list[int] = logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
-        return predicted
+        return logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
 
     for start in range(len(text) - LENGTH + 1):
         remember(text[start : start + LENGTH])

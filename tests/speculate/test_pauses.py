@@ -1,26 +1,16 @@
 """Pauses of drafting, by simulated times and in real passes."""
 
-from itertools import accumulate, cycle, repeat
+from itertools import accumulate, repeat
 from operator import mul
 
 import pytest
 from support.heads import VOCAB, few_tokens, random_head
-from support.tiny import Steady, assert_continued, open_llm, prompt_of, sequence_of
+from support.tiny import Steady, open_llm, pause_often, prompt_of, sequence_of
 
 from offload_rt import SamplingParams
 from offload_rt.executor.sequence import PassTimes
 from offload_rt.speculate import head_model
 from offload_rt.speculate.pauses import Pauses
-from offload_rt.speculate.protocols import Drafter
-from offload_rt.speculate.select import drafter_type
-from offload_rt.speculate.tree_drafter import TreeDrafter
-from offload_rt.system import registry
-
-NAMES = [
-    name
-    for name in registry.names("speculate.draft")
-    if drafter_type(name).resources.find_heads is None and name != "none"
-]
 
 
 def simulate(drafted, pauses, plain_s=0.9, n_rows=100):
@@ -73,31 +63,6 @@ def test_drafts_that_gain_or_are_free_continue(drafted, settings, n_plain, gains
     assert lost < 0 or not gains
 
 
-def pause(monkeypatch):
-    """Pauses of one and of several passes, in turn."""
-    pattern = cycle([True, False, True, True, False, False, False])
-
-    def drafts(pauses, _):
-        pauses.is_drafting = next(pattern)
-        return pauses.is_drafting
-
-    for kind in (Drafter, TreeDrafter):
-        monkeypatch.setattr(kind, "may_pause", True)
-    monkeypatch.setattr(Pauses, "drafts", drafts)
-    monkeypatch.setattr(Pauses, "passed", lambda *_: None)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_texts_with_pauses_equal_transformers(pair, monkeypatch, name):
-    pause(monkeypatch)
-    prompts = [prompt_of(seed, n) for seed, n in enumerate((9, 30))]
-    settings = {"tree_size": 24, "tree_depth": 5, **pair.settings(name, "match")}
-    with open_llm(pair.target, max_model_len=256, **settings) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=24))
-        outputs += llm.generate(prompts[0], SamplingParams(max_new_tokens=24))
-    assert_continued(outputs, pair.model, [*prompts, prompts[0]], 24)
-
-
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "qwen", "model"])
 def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypatch, kind):
     """A tree is committed once: later answers take its cache over without a tree."""
@@ -109,7 +74,7 @@ def test_a_prompt_may_be_repeated_while_drafting_pauses(tmp_path, pair, monkeypa
         pauses.is_drafting = not answers and batch[0].n_new == 1
         return pauses.is_drafting
 
-    pause(monkeypatch)
+    pause_often(monkeypatch)
     monkeypatch.setattr(Pauses, "drafts", drafts)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, logit_bias={5: 100})
     answers = []
@@ -127,7 +92,7 @@ def test_hidden_states_that_wait_lead_to_the_same_trees(tmp_path, monkeypatch, s
     settings = random_head(tmp_path, kind, few_tokens()).settings
     trees = []
     for most in (64, 3, 0):
-        pause(monkeypatch)
+        pause_often(monkeypatch)
         monkeypatch.setattr(head_model, "_MOST_WAITING", most)
         with open_llm(**settings, place="resident", tree_size=12) as llm:
             (output,) = llm.generate(prompt_of(0, 30, VOCAB), SamplingParams(max_new_tokens=40))

@@ -33,18 +33,6 @@ predictions = st.lists(
 )
 
 
-def kept(table, several):
-    """Store the predictions; return the expected entries of each key, latest last."""
-    wanted = {}
-    for context, tokens, n in several:
-        probs = [0.5**k for k in range(1, n + 1)]
-        table.keep(context, list(tokens[:n]), probs)
-        for k in range(len(context)):
-            wanted.pop(context[k:], None)
-            wanted[context[k:]] = dict(zip(tokens, probs, strict=False))
-    return wanted
-
-
 def found(table, context):
     """Return the predicted tokens after a context, with their probabilities."""
     prediction = table.find(context)
@@ -55,13 +43,18 @@ def found(table, context):
 def test_table_finds_the_newest_prediction_of_the_longest_context(several, context, n_most):
     """Of the newest keys. After unknown tokens, the mean of all predictions."""
     table = PredictionTable(n_most)
-    wanted = dict([*kept(table, several).items()][-n_most:])
+    wanted = {}  # by key, latest last
+    mean = Counter()
+    for before, tokens, n in several:
+        prediction = {token: 0.5**k for k, token in enumerate(tokens[:n], 1)}
+        table.keep(before, [*prediction], [*prediction.values()])
+        mean.update({token: p / len(several) for token, p in prediction.items()})
+        for k in range(len(before)):
+            wanted.pop(before[k:], None)
+            wanted[before[k:]] = prediction
+    wanted = dict([*wanted.items()][-n_most:])
     assert len(table._after) == len(wanted)
     keys = [context[k:] for k in range(len(context)) if context[k:] in wanted]
-    mean = Counter()
-    for _, tokens, n in several:
-        for k, token in enumerate(tokens[:n], 1):
-            mean[token] += 0.5**k / len(several)
     assert found(table, context) == pytest.approx(wanted[keys[0]] if keys else dict(mean))
 
 

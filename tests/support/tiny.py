@@ -37,8 +37,10 @@ from offload_rt.kv.split import LEAST_BUDGET
 from offload_rt.planning import local
 from offload_rt.speculate.draft_model import SelfDraftModel
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.speculate.pauses import Pauses
 from offload_rt.speculate.protocols import Drafter, DraftParts, VerificationRule
 from offload_rt.speculate.select import drafter_type, load_rule
+from offload_rt.speculate.tree_drafter import TreeDrafter
 from offload_rt.speculate.tree_state import DraftState
 from offload_rt.speculate.verify.match import MatchRule
 from offload_rt.system import registry
@@ -212,6 +214,20 @@ def keep_steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "pass_profile", lambda *_: None)
     monkeypatch.setattr(builder, "CostEstimator", lambda *_: Steady())
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats())
+
+
+def pause_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pause drafting for one and for several passes, in turn."""
+    pattern = itertools.cycle([True, False, True, True, False, False, False])
+
+    def drafts(pauses: Pauses, _: object) -> bool:
+        pauses.is_drafting = next(pattern)
+        return pauses.is_drafting
+
+    for kind in (Drafter, TreeDrafter):
+        monkeypatch.setattr(kind, "may_pause", True)
+    monkeypatch.setattr(Pauses, "drafts", drafts)
+    monkeypatch.setattr(Pauses, "passed", lambda *_: None)
 
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
