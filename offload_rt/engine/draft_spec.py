@@ -211,7 +211,7 @@ class DraftSpec:
         if path is None and self.checkpoint is not None:
             beside = self.checkpoint.path / PREDICTIONS_FILE
             path = beside if beside.is_file() else None
-        return None if path is None else StoredPredictions.read(path, vocab_size)
+        return None if path is None else StoredPredictions(path, vocab_size)
 
     @property
     def _identity(self) -> str:

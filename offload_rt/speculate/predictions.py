@@ -6,7 +6,6 @@ wait until the target has predicted the same tokens before.
 """
 
 from array import array
-from collections import abc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,32 +40,29 @@ class Level(NamedTuple):
 
 
 class StoredPredictions:
-    """Predictions in memory, found by bisection."""
+    """Predictions in memory, found by bisection.
 
-    def __init__(self, levels: abc.Sequence[Level], vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._levels = levels
-        self._keys = [self._keys_of(level.contexts) for level in levels]
+    Raises SettingsError if the file is damaged or of another vocabulary.
+    """
 
-    @classmethod
-    def read(cls, path: Path, vocab_size: int) -> "StoredPredictions":
-        """Read a file. Raises SettingsError if it is damaged or of another vocabulary."""
+    def __init__(self, path: Path, vocab_size: int) -> None:
         change = "change --draft-predictions, or write the file again"
         try:
             with safetensors.safe_open(path, "np") as file:
-                levels = [
+                self._levels = [
                     Level(*(file.get_tensor(f"{name}.{k}") for name in Level._fields))
                     for k in range(1, LONGEST + 1)
                 ]
         except (OSError, safetensors.SafetensorError) as error:
             problem = f"{path} is not a file of predictions: {error}"
             raise SettingsError(problem, change=change) from None
-        largest = max((int(level.tokens.max(initial=0)) for level in levels), default=0)
+        largest = max(int(level.tokens.max(initial=0)) for level in self._levels)
         if largest >= vocab_size:
             need = f"tokens below {vocab_size}, the target's"
             problem = f"{path} belongs to another model"
             raise SettingsError(problem, need=need, have=str(largest), change=change)
-        return cls(levels, vocab_size)
+        self._vocab_size = vocab_size
+        self._keys = [self._keys_of(level.contexts) for level in self._levels]
 
     @property
     def nbytes(self) -> int:

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 
-# The noise
-
 # Of Random123's kat_vectors: counter, key, result.
 KNOWN = """
 00000000 00000000 00000000 00000000  00000000 00000000  6627e8d5 e169c58d bc57ac4c 9b00dbd8
@@ -96,8 +94,6 @@ def test_impossible_tokens_are_never_drawn():
             assert coupled.draw(probs, torch.tensor(numbers)) == 2
 
 
-# The promise
-
 ENDS = (*range(0, 128, 4),)
 PARAMS = (
     {"temperature": 0.7},
@@ -125,7 +121,6 @@ def plain_texts(pair):
 
 
 def test_plain_decoding_draws_by_the_noise(pair, plain_texts):
-    """By transformers' logits and the noise of each position."""
     for prompt, params, text in zip(PROMPTS, params_of(1), plain_texts[1], strict=True):
         tokens = list(prompt)
         for _ in text:
@@ -175,7 +170,6 @@ def test_noise_of_some_rows_at_once_is_that_of_their_levels(n_at_once, monkeypat
 
 @pytest.mark.parametrize("drafter", ["static_tree", "dynamic_tree"])
 def test_draft_equal_to_the_target_predicts_the_draws(twin, steady, drafter):
-    """The most probable path after the noise is the text."""
     settings = {"draft_model": str(twin.draft), "drafter": drafter, "rule": "coupled"}
     params = [SamplingParams(61, temperature, seed=7) for temperature in (0.5, 1.4)]
     with open_llm(twin.target, tree_size=40, tree_depth=5, **settings) as llm:

@@ -13,7 +13,6 @@ TARGET = str(MODELS / "demo-target")
 
 
 def greedy(**settings: str | int) -> Output:
-    """Generate 48 tokens with the target in float32."""
     with LLM(TARGET, device="cpu", dtype="float32", max_model_len=128, **settings) as llm:
         return llm.generate(PROMPT, SamplingParams(max_new_tokens=48))[0]
 

@@ -11,7 +11,7 @@ from offload_rt.dtypes import DType
 from offload_rt.engine.draft_rounding import plan_draft
 from offload_rt.engine.memory_plan import plan_memory
 from offload_rt.engine.model_sizes import Sizes
-from offload_rt.errors import CapacityError, SettingsError
+from offload_rt.errors import CapacityError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.models.families import parse_architecture
 from offload_rt.offload.placement import MemoryBudget
@@ -128,10 +128,3 @@ def test_auto_quantises_if_streamed_bytes_and_draft_levels_take_less_time():
     assert planned(*PAIR, 14 << 30).rounding == "int4"
     with pytest.raises(CapacityError, match="GiB"):
         planned(*PAIR, 1 << 30)
-
-
-def test_unsuitable_draft_is_rejected(pair):
-    learning = {"draft_model": str(pair.draft), "learn_draft": "on"}
-    for settings, have in ({"drafter": "recycle"}, "none"), (learning, "a draft model of type ll"):
-        with pytest.raises(SettingsError, match=f"draft_quantize int8: .*has {have}"):
-            open_llm(pair.target, draft_quantize="int8", **settings)

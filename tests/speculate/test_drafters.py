@@ -24,7 +24,7 @@ from offload_rt import SamplingParams
 from offload_rt.config import EngineConfig
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import TRUST, DraftLimits, best_prefix
-from offload_rt.errors import SettingsError
+from offload_rt.errors import OffloadError, SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.sampling import top_tokens
 from offload_rt.speculate import dynamic_builder
@@ -50,7 +50,6 @@ def seen(name, rule):
 
 @pytest.fixture(scope="module")
 def llm(pair):
-    """Target and draft model of every drafter here."""
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         yield llm
 
@@ -133,7 +132,6 @@ def test_prompts_of_a_draft_model_are_not_rounds(pair, monkeypatch):
 
 
 def best_rate(chances, cost, n_rounds):
-    """Return the largest tokens per second of all prefixes of a tree."""
     tokens = np.cumsum(sorted(chances, reverse=True)[: len(cost.pass_s)])
     return max(tokens / (cost.pass_s[: len(tokens)] + n_rounds * cost.level_s))
 
@@ -334,15 +332,10 @@ def test_further_block_pays_by_tokens_per_second():
 @pytest.mark.parametrize(("settings", "words"), [
     ({"drafter": "telepathy"}, ["'telepathy'", *registry.names("speculate.draft")]),
     ({"rule": "anarchy"}, ["'anarchy'", *registry.names("speculate.verify")]),
-    ({"drafter": "none", "draft_model": "somewhere"}, ['drafter="none"', "static_tree"]),
-    ({"drafter": "ngram", "draft_model": "somewhere"},
-        ['draft_model with drafter="ngram"', "static_tree"]),
+    ({"drafter": "none", "draft_model": "somewhere"},
+        ['draft_model with drafter="none"', "static_tree"]),
     ({"drafter": "static_tree"}, ['drafter="static_tree"', "draft_model"]),
-    ({"drafter": "dynamic_tree"}, ['drafter="dynamic_tree"', "draft_model"]),
-    ({"drafter": "ngram", "rule": "sequoia"}, ['rule="sequoia"', "ngram", 'rule="match"']),
     ({"rule": "traversal"}, ['rule="traversal"', "recycle", 'rule="match"']),
-    ({"drafter": "dynamic_tree", "draft_model": "somewhere", "rule": "specinfer"},
-        ['rule="specinfer"']),
     ({"drafter": "self_window", "draft_context": 31}, ["draft_context"]),
     ({"draft_context": 64}, ["draft_context"]),
 ])  # fmt: skip
@@ -350,6 +343,20 @@ def test_unknown_or_unfit_drafter_and_rule_are_refused(settings, words):
     with pytest.raises(SettingsError) as caught:
         pick_drafter(EngineConfig("model", **settings))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(("drafter", "place", "settings", "said"), [
+    ("self_window", "disk", {}, "needs all layers on the device, has 3 of 3 elsewhere"),
+    *((name, "resident", {"learn_draft": "on"}, "learn_draft") for name in
+        ("recycle", "self", "triforce")),
+    ("recycle", "resident", {"draft_quantize": "int8"}, "draft_quantize int8: .*has none"),
+    ("static_tree", "resident", {"draft_quantize": "int8", "learn_draft": "on"},
+        "draft_quantize int8: .*has a draft model of type llama"),
+])  # fmt: skip
+def test_settings_that_a_drafter_does_not_take_are_refused(pair, drafter, place, settings, said):
+    settings = pair.settings(drafter) | {"draft_quantize": "auto"} | settings
+    with pytest.raises(OffloadError, match=said):
+        open_llm(pair.target, place, **settings)
 
 
 @pytest.mark.parametrize(("settings", "drafter", "rule"), [

@@ -50,15 +50,12 @@ from offload_rt.speculate.tree_state import TreeState, select_tokens
 from offload_rt.system.files import cache_directory
 from offload_rt.tree.topology import DraftTree, Topology, Verdict
 
-# Copying
-
 token = st.integers(0, 2)
 few_tokens = st.lists(token, min_size=1, max_size=24)
 
 
 @given(few_tokens, st.integers(0, 6))
 def test_ngram_matches_are_the_longest_earlier_places(tokens, n_next):
-    """Compared with looking at every place."""
     n = len(tokens)
     places = []
     for end in range(n - 1):
@@ -97,9 +94,6 @@ def test_copied_continuation_adds_only_missing_nodes(texts, copied, n_nodes):
     different = {*appended.paths()}
     assert different <= whole and len(different) == len(appended.topology)
     assert different == whole or len(different) == max(n, n_nodes)
-
-
-# Drawing
 
 
 @pytest.mark.parametrize("struck", [(), (0,), (1, 4)])

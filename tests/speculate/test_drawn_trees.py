@@ -50,8 +50,6 @@ class Letters:
 
 
 class MaskedLanguage(Language):
-    """A language without the tokens outside a grammar."""
-
     def __init__(self, seed, grammar):
         super().__init__(seed, p_impossible=0.0)
         self._grammar = grammar
@@ -63,7 +61,6 @@ class MaskedLanguage(Language):
 
 
 def new_state(grammar=None):
-    """Return the state of a tree below an empty text."""
     sequence = sequence_of(0)
     sequence.grammar = grammar
     return TreeState(VOCABULARY, 20, sequence, torch.device("cpu"))

@@ -18,7 +18,6 @@ from support.tiny import (
 
 from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
-from offload_rt.errors import SettingsError
 from offload_rt.executor.sequence import Sequence
 from offload_rt.offload.meter import LinkMeter
 from offload_rt.sampling import TopTokens, top_tokens
@@ -37,7 +36,6 @@ def passage_of(model, seed):
 
 
 def weights_of(llm):
-    """All bytes of the draft's layers."""
     return torch.cat([block.data.clone() for block in llm.engine.draft.streamer.sweep()])
 
 
@@ -235,10 +233,3 @@ def test_learned_weights_are_kept_for_the_pair(zoo, pair):
         with open_llm(pair.target, **settings) as llm:
             assert torch.equal(weights_of(llm), original)
         assert not path.exists(), "nothing gains: what is kept is gone"
-
-
-@pytest.mark.parametrize("drafter", ["recycle", "self", "triforce"])
-def test_unsupported_drafters_refuse_learning(pair, drafter):
-    settings = pair.settings(drafter) | {"draft_quantize": "auto"}
-    with pytest.raises(SettingsError, match="learn_draft"):
-        open_llm(pair.target, learn_draft="on", **settings)

@@ -1,4 +1,4 @@
-"""Self-drafting on long texts: contents of the views, and unchanged texts."""
+"""Self-drafting, by views on long texts and by copies of layers: contents, unchanged texts."""
 
 from unittest.mock import Mock
 
@@ -12,13 +12,15 @@ from support.tiny import (
     drafter_of,
     logits_of,
     open_llm,
+    open_unloaded,
     prefill,
     prompt_of,
 )
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
-from offload_rt import SamplingParams
+from offload_rt import LLM, SamplingParams
+from offload_rt.cli.plan_tables import placement_table
 from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.pass_times import ComputeTimes, MachineProfile, PassBytes
 from offload_rt.cost.tree_size import DraftLimits
@@ -247,6 +249,31 @@ def test_sequences_beyond_the_views_decode_plainly(pair):
     assert outputs[0].stats.n_passes < 20 == outputs[2].stats.n_passes > again.stats.n_passes
 
 
-def test_streamed_layers_are_refused(pair):
-    with pytest.raises(CapacityError, match="needs all layers on the device, has 3 of 3 elsewhere"):
-        open_llm(pair.target, "disk", drafter="self_window")
+# Copies of the streamed layers at four bits
+
+
+SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(("name", "n_resident"), [("llama", 0), ("qwen2", 0), ("llama", 1)])
+def test_text_equals_plain_decoding(zoo, name, n_resident):
+    """With a number of resident layers beside three slots and the copies."""
+    directory = str(zoo.directory(name, 0))
+    with pytest.raises(CapacityError) as refused:
+        LLM(directory, device_memory=1, **SETTINGS)
+    least = int(str(refused.value).split("(")[1].split()[0])
+    slot = open_unloaded(directory, device="cpu").plan.slot_nbytes
+    settings = SETTINGS | {"device_memory": least + (1 + n_resident) * slot}
+    prompts = [prompt_of(0, 12), prompt_of(1, 20)]
+    with LLM(directory, **settings) as llm:
+        assert llm.plan.device_nbytes <= llm.plan.budget.device
+        assert llm.plan.tiers.count("device") == n_resident and llm.plan.copies_nbytes > 0
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=16))
+        table = placement_table("", llm.plan, llm.spec.memory.cache_rows)
+        assert "4-bit copies of the other layers" in list(table.columns[0].cells)
+    assert_continued(outputs, zoo.model(name, 0), prompts, 16)
+    told = []
+    with open_unloaded(directory, **settings) as llm:
+        llm.load(progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and told[-1][0] == told[0][1], "reads for copies count as loaded"

@@ -44,7 +44,6 @@ def published(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], lis
         known.append(rest)
 
     def greedy(path: tuple[int, ...]) -> list[int]:
-        """Return the model's predictions after the text and after each token of a path."""
         return logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
 
     for start in range(len(text) - LENGTH + 1):

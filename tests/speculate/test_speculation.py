@@ -105,7 +105,6 @@ def check_rows(runner, cache):
     [("mistral", "static_tree", "specinfer"), *(("llama", name, "auto") for name in OF_DRAFT)],
 )
 def test_committed_rows_equal_a_fresh_prefill(zoo, monkeypatch, family, name, rule):
-    """Uncommitted rows of target and draft are poisoned before each pass."""
     pair = zoo.pair(family, 0)
     params = [SamplingParams(*each, seed=1) for each in ((20, 0.0), (14, 0.7), (17, 1.0))]
     with open_llm(pair.target, max_model_len=128, **pair.settings(name, rule)) as llm:
