@@ -227,11 +227,11 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
 def test_no_tree_if_a_level_costs_a_pass(pair, name, far_s, pays):
     """The cost model knows pass times of few and many rows."""
     compute = ComputeTimes((1, 64), (64, 150), ((1.0, 1.1), (far_s, 1.1 * far_s)))
-    cost = CostEstimator(MachineProfile((), 1e-9, 0.0, compute), PassBytes((), 1), 0, 32)
+    profile = MachineProfile((), 1e-9, 0.0, compute)
     sequences = [Sequence(prompt_of(seed, 150), SamplingParams(30), 200) for seed in (0, 1)]
     with open_llm(pair.target, draft_model=str(pair.draft)) as llm:
         drafter = drafter_of(llm, name, "traversal", DraftLimits(16, 8))
-        drafter._cost = cost
+        drafter._cost = CostEstimator(profile, PassBytes((), 1), 0, 32)
         begin(llm, drafter, sequences, 16)
         trees = drafter.propose(sequences, 16)
     assert all((len(tree.tokens) > 1) == pays for tree in trees)

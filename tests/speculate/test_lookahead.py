@@ -5,14 +5,12 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import CASES, Steady, engine_of, generate, logits_of, open_llm, prompt_of
-from transformers import PreTrainedModel
 
 from offload_rt import SamplingParams
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from offload_rt.speculate.draft.lookahead import Lookahead, NgramPool
 from offload_rt.speculate.protocols import DraftParts
-from offload_rt.tree.topology import DraftTree
 
 N_NEW = 90
 LENGTH = 5
@@ -20,21 +18,19 @@ COLUMNS = 6
 # Half of the rows for the window, half for as many n-grams.
 N_ROWS = 2 * COLUMNS * (LENGTH - 1)
 
-# Of one pass: the n-grams that are verified, and the paths of the window's last row.
-Step = tuple[set[tuple[int, ...]], list[tuple[int, ...]]]
 
-
-def published(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], list[Step]]:
+def published(model, prompt):
     """Text and steps of lookahead decoding at temperature 0, with n-grams of the text in the pool.
 
-    In the authors' code, nothing is verified until the window is full.
+    Of each step, the n-grams that are verified, and the paths of the window's last row. In the
+    authors' code, nothing is verified until the window is full.
     """
     text = list(prompt)
     steps = []
     rows = [random.Random(0).choices(text, k=COLUMNS + LENGTH - 3)]
-    pool: dict[int, list[tuple[int, ...]]] = {}
+    pool = {}
 
-    def remember(ngram: list[int]) -> None:
+    def remember(ngram):
         known = pool.setdefault(ngram[0], [])
         rest = tuple(ngram[1:])
         if rest in known:
@@ -43,7 +39,7 @@ def published(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], lis
             known.pop(0)
         known.append(rest)
 
-    def greedy(path: tuple[int, ...]) -> list[int]:
+    def greedy(path):
         return logits_of(model, [*text, *path])[len(text) - 1 :].argmax(-1).tolist()
 
     for start in range(len(text) - LENGTH + 1):
@@ -73,7 +69,7 @@ def published(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], lis
     return text[len(prompt) :], steps
 
 
-def step_of(tree: DraftTree, n_columns: int) -> Step:
+def step_of(tree, n_columns):
     """The leaves of the candidates, and the paths of the window's last row of so many entries."""
     n = len(tree.topology)
     paths = tree.paths()

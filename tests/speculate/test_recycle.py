@@ -220,12 +220,6 @@ def test_own_predictions_precede_stored_ones_of_equal_length(path):
     assert first((1, 2, 3)) == (3, 7)
 
 
-def write_own(path, model, text):
-    best = torch.softmax(logits_of(model, text), -1)[2:].topk(8)
-    contexts = torch.tensor(text).unfold(0, 3, 1)
-    write_predictions(path, *(part.numpy() for part in (contexts, best.indices, best.values)))
-
-
 @pytest.mark.parametrize("is_beside_draft", [False, True])
 def test_first_answer_is_drafted_from_the_file(pair, tmp_path, is_beside_draft):
     prompt = prompt_of(0, 12)
@@ -238,7 +232,9 @@ def test_first_answer_is_drafted_from_the_file(pair, tmp_path, is_beside_draft):
         choice = {"drafter": "recycle", "draft_predictions": tmp_path / PREDICTIONS_FILE}
     tokens_per_pass = []
     for text in (prompt_of(1, 12), prompt + expected):
-        write_own(tmp_path / PREDICTIONS_FILE, pair.model, text)
+        best = torch.softmax(logits_of(pair.model, text), -1)[2:].topk(8)
+        parts = torch.tensor(text).unfold(0, 3, 1), best.indices, best.values
+        write_predictions(tmp_path / PREDICTIONS_FILE, *(part.numpy() for part in parts))
         with open_llm(pair.target, tree_size=16, **choice) as llm:
             (answer,) = llm.generate(prompt, SamplingParams(max_tokens=24))
         assert answer.token_ids == expected
