@@ -115,9 +115,6 @@ def test_enumeration_detects_a_wrong_rule(rule, name, wrong):
     assert compare(wrong(load_rule(rule)), RECIPES[name].trees(draft), target)[0] > 1e-3
 
 
-# Larger trees: what every rule owes its caller, and a plain reference.
-
-
 def struck(probs: Tensor, child_sampling: Tensor | None, token: int) -> Tensor:
     if child_sampling is not None:
         return (probs - child_sampling).clamp_min(0)

@@ -340,9 +340,6 @@ def test_head_of_another_model_is_refused(tmp_path):
         opened(**written.settings)
 
 
-# Targets of transformers
-
-
 @pytest.mark.parametrize(("kind", "head", "place"), [
     ("gpt_oss", "eagle", "disk"),
     # Embeddings are scaled in the model, not in the head. Output and embedding are tied.

@@ -219,9 +219,6 @@ def test_triforce_guesses_save_passes_and_keep_the_trees(
     assert n_passes < n_plain or models == "pair"
 
 
-# Where it pays, and what is refused
-
-
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize(("far_s", "pays"), [(1.01, False), (6.0, True)])
 def test_no_tree_if_a_level_costs_a_pass(pair, name, far_s, pays):

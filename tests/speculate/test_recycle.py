@@ -169,9 +169,6 @@ def test_wrong_predictions_end_drafting_until_they_are_right():
     assert acceptance.hits[0] / acceptance.tries[0] == pytest.approx(60 / 90, abs=0.05)
 
 
-# Predictions in a file
-
-
 VOCAB_SIZE = 9
 triples = st.tuples(*[st.integers(0, 1)] * 3)
 PROBS = [0.5, 0.25, 0.125]

@@ -81,9 +81,6 @@ def test_joint_distribution_of_sampled_tokens(tmp_path, rule, dtype):
         assert_sampled_texts(llm, drafter, rule, 6, model.float())
 
 
-# The caches, of the target and of the draft
-
-
 def check_rows(runner, cache):
     """Assert that committed rows equal a prefill of the same tokens; poison all others."""
     cache = runner._caches[cache]
@@ -159,9 +156,6 @@ def test_caches_never_exceed_the_plan(pair, monkeypatch, is_captured):
         llm.generate(PROMPTS[0], SamplingParams(max_new_tokens=20))
     assert most.keys() == planned.keys()
     assert all(0 < rows <= planned[runner] for runner, rows in most.items()), (most, planned)
-
-
-# Ends: rows of a batch, stops within a path, limits
 
 
 ENDS = [
