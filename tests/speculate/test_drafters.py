@@ -193,10 +193,7 @@ def text_below(below):
 
 @pytest.mark.parametrize(("n_nodes", "n_drafted"), [(6, 1), (60, 1), (12, 4), (4000, 4)])
 def test_candidates_of_text_and_draft_compete(n_nodes, n_drafted, monkeypatch):
-    """Each child has the higher of its two chances. The text reaches six levels.
-
-    The chances of a small tree decide which of its nodes are drafted.
-    """
+    """Each child has the higher of its two chances. A small tree drafts only some of its nodes."""
     monkeypatch.setattr(dynamic_builder, "_MOST_OPENED", (4000, 4000))
     draw = np.random.default_rng(0)
     # By the text, which saw one token with a probability that was rounded to 0.

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.languages import (
     VOCABULARY,
-    Draw,
     Language,
     distribution_under,
     every_run,

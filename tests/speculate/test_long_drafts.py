@@ -246,9 +246,6 @@ def test_sequences_beyond_the_views_decode_plainly(pair):
     assert outputs[0].stats.n_passes < 20 == outputs[2].stats.n_passes > again.stats.n_passes
 
 
-# Copies of the streamed layers at four bits
-
-
 SETTINGS = {"device": "cpu", "drafter": "self", "tree_size": 12, "max_model_len": 96}
 
 

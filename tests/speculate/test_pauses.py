@@ -31,13 +31,10 @@ def simulate(drafted, pauses, plain_s=0.9, n_rows=100):
     return total - plain_s * sequence.n_new, ways
 
 
-@pytest.mark.parametrize("growth", [1.0, 1.1])
+@pytest.mark.parametrize("growth", [1.0, 1.1])  # of the estimate, with each question
 @pytest.mark.parametrize("time", [1.05, 1.3, 2.0])
 def test_wrong_drafts_cost_little(time, growth):
-    """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes.
-
-    growth  of the estimate of a pass with each question
-    """
+    """Never a right token, at a cost of 5 to 100 % of a plain pass: 2 %, and up to two passes."""
     factors = accumulate(repeat(growth), mul)
     cost = Steady(pass_s=lambda n_rows: next(factors) * (1.0 + n_rows / 1000))
     cost.fixed = lambda level_s: Steady()
