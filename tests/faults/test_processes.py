@@ -17,7 +17,6 @@ from support.programs import PATIENCE_S, Program, started, wait_until
 from offload_rt import LLM
 from offload_rt.errors import CapacityError
 
-# What runs go on with until they are stopped.
 ENDLESS = [
     "--device", "cpu", "--prompt", "the quick brown", "--quiet", "--max-tokens", "8000",
     "--drafter", "none",

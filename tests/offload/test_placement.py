@@ -126,7 +126,6 @@ def test_spare_memory_holds_layers_spread_evenly(n, need, fits, hosted, encoded)
             # Passes follow each other, so the last gap goes on over the end.
             gaps = [b - a for a, b in itertools.pairwise([*picked, picked[0] + len(tiers)])]
             assert max(gaps) - min(gaps) <= 1
-            # Each stands in the middle of its part.
             assert abs(picked[0] - (len(tiers) - 1 - picked[-1])) <= 1
 
 

@@ -35,7 +35,6 @@ from offload_rt.offload.streamer import LayerSources, LayerView, Streamer
 from offload_rt.offload.tier import Tier
 
 KINDS = ("device", "host", "unpinned", "disk")
-# Devices: what a block is computed on, and how a test looks at a block as compute does.
 every_bench = pytest.mark.parametrize(
     "make", [FakeGPU, pytest.param(RealGPU, marks=pytest.mark.cuda), Host]
 )
@@ -180,7 +179,6 @@ def test_next_pass_is_prefetched_up_to_the_slots(make, n_slots, files):
     with bench(make, files, kinds, n_slots) as b:
         # A streamer that stages blocks on the host may hold as many again there.
         most = n_slots if make is Host else 2 * n_slots
-        # Nobody sweeps yet, and nobody sweeps between the passes.
         for n_passes in range(4):
             n_before = n_passes * len(order)
             wait_until(lambda n=n_passes: all(b.disk.n_reads()[i] > n for i in order[:n_slots]))

@@ -37,10 +37,9 @@ from offload_rt.parallel.tensor_parallel import TensorParallelModel
 from offload_rt.weights.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("empty_cache")]
-# What is new in each: states, and a mixture with a shared expert; experts one by one; norms of
-# heads; experts in one tensor, with biases, and no plan; attention that the plan leaves out; other
-# projections; matrices that are no linear modules; tables beside the embedding; only linear modules
-# that no plan knows; norms behind the projections; biases of the plan.
+# New in each: states and a shared expert; single experts; norms of heads; fused experts, biases,
+# no plan; attention without a plan; other projections; no linear modules; tables beside the
+# embedding; linear modules without a plan; norms behind the projections; biases of the plan.
 MIXTURES = ["qwen3_next", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm", "gemma2", "starcoder2"]
 

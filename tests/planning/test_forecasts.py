@@ -72,15 +72,13 @@ def test_mixture_is_planned_by_all_weights_and_touched_experts():
     # tensors begin at 256 bytes
     assert all(2 * layer <= nbytes <= 2 * layer + 30 * 256 for nbytes in target.layer_nbytes)
     assert target.spec.kv_nbytes(2) == 32 * 2 * 8 * 128 * 2
-    # Reading alone, from a memory of a byte a second: each expert is met by some of n rows with 1 -
-    # (3/4)^n.
+    # Reading at a byte a second: some of n rows use an expert with the probability 1 - (3/4)^n.
     reads = Roof(flops=1e18, bandwidth=1.0)
     for n in (1, 4, 64):
         by_hand = 2 * (layer - experts * (1 - 2 / 8) ** n)
         others = reads.layer_s(target.spec, n, 0, 2, share=0.0)
         assert reads.layer_s(target.spec, n, 0, 2) - others == pytest.approx(by_hand, rel=0.1)
-    # Multiplying alone: a row has two experts of eight, and 32 heads of 128 + 128 numbers that meet
-    # a hundred keys.
+    # Multiplying: a row has two experts of eight, and a hundred keys of 32 heads of 128 + 128.
     multiplies = Roof(flops=1.0, bandwidth=1e30)
     by_hand = 200 * (layer - experts * 6 / 8 + 100 * 32 * 256)
     assert multiplies.layer_s(target.spec, 100, 0, 2) == pytest.approx(by_hand, rel=0.01)
@@ -198,11 +196,9 @@ def test_self_draft_is_chosen_if_its_copies_fit(capsys):
     assert 1 < level["ratio"] < 1.3
     source = result["acceptance"]["source"]
     assert "a guess" in source and "SubSpec" in source
-    # SubSpec: 12.5 times as fast as plain decoding, of a 32B on 24 GB. Without copies, our plain
-    # decoding keeps more layers resident.
+    # SubSpec: 12.5 times, of a 32B on 24 GB. Without copies, more layers are resident.
     plain_s = result["predicted_plain_seconds_per_token"]
     assert 4 < plain_s / result["predicted_seconds_per_token"] < 20
-    # Beside a draft model the faster of the two is named.
     assert plan.main([*arguments, "--draft-model", "qwen3-0.6b"]) == 0
     assert "fastest forecast with bf16 weights: self, " in capsys.readouterr().out
 
@@ -367,7 +363,6 @@ def test_mixtures_and_models_without_a_plan_are_divided_by_experts(exact):
 
 @pytest.mark.parametrize(("more", "place"), [
     ([], "sharded over all cards"),  # room for layers
-    # nothing to exchange
     (["--model", "llama2-7b", "--draft-model", "llama-68m"], "on the first card"),
 ])  # fmt: skip
 def test_draft_is_planned_where_it_is_faster(more, place, capsys):

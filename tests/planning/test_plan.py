@@ -136,7 +136,6 @@ def test_plan_of_a_config_equals_the_load_of_its_checkpoint(tmp_path):
     budget = loaded.plan.budget
     memory = plan_memory(engine, pick_drafter(engine), (sizes, None), DType.FLOAT32, budget)
     assert memory.plan.reserved == loaded.plan.reserved
-    # embedding, head and norm, in float32
     assert memory.plan.reserved.non_layer == by_file.non_layer_nbytes == 4 * (2 * 40 * 16 + 16)
     assert (memory.max_model_len, memory.cache_rows) == (loaded.max_model_len, loaded.cache_rows)
     # On a device every tensor begins at a multiple of 256 bytes.
@@ -356,7 +355,6 @@ def test_plan_measures_this_machine(capsys, monkeypatch):
     assert result["machine"].startswith("this machine")
     assert result["plan"]["tiers"].count("disk") > 0 and result["predicted_seconds_per_token"] > 0
     assert any("measured with the model's files" in source for source in result["sources"])
-    # Another memory than this machine's; the budget follows from it.
     result = planned([*model, "--ram", "2000GiB"], capsys)
     assert result["plan"]["budget"]["device"] == less_margin(2000 << 30)
     small = ["--model", "llama-68m", "--device-memory", "400MB"]
