@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fixtures import random_models
+from support.fixtures import EIGHT_EXPERTS, random_models
 from support.heads import few_tokens, random_head, small_target, write_head
 from support.programs import started
 from support.thread_ranks import MINE, Board, ThreadRanks, divided_tokens, together, tokens_of
@@ -47,14 +47,8 @@ KINDS = [*MIXTURES, "qwen3_5_text", "gpt2", "gemma3n_text", "stablelm", "gemma2"
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """Return a function from model type to a model of eight experts and its checkpoint."""
-
-    def change(kind: str, config: Any) -> None:
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if hasattr(config, name):
-                setattr(config, name, 8)
-                config.num_experts_per_tok = 4  # whose sum has an order
-
-    return random_models(tmp_path_factory, change)
+    # The sum of four experts has an order.
+    return random_models(tmp_path_factory, **EIGHT_EXPERTS, num_experts_per_tok=4)
 
 
 @pytest.mark.parametrize(

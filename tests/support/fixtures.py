@@ -21,6 +21,7 @@ from support.quantized import MXFP4_CONFIG
 from support.texts import small_model
 from support.tiny import CASES, Pair, Zoo, byte_level, keep_steady, save_pair
 
+EIGHT_EXPERTS = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 8)
 # A busy machine is no failure, and every run tries the same examples.
 settings.register_profile("offload_rt", deadline=None, derandomize=True)
 settings.load_profile("offload_rt")
@@ -121,13 +122,17 @@ def mxfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def random_models(tmp_path_factory, change):
-    """Return a function from model type to a random model of a changed config, and its folder."""
+def random_models(tmp_path_factory, **sizes):
+    """Return a function from model type to a random model of these sizes, and its folder."""
 
     @functools.cache
     def get(kind):
         config = config_of(kind.removesuffix(" alibi"))
-        change(kind, config)
+        if kind == "falcon alibi":
+            config.alibi = True
+            config.new_decoder_architecture = config.multi_query = False
+        for name in filter(partial(hasattr, config), sizes):
+            setattr(config, name, sizes[name])
         model = random_model(config)
         folder = tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
@@ -139,22 +144,10 @@ def random_models(tmp_path_factory, change):
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory):
     """Return a function from model type to a tiny random model and its checkpoint."""
-
-    def change(kind, config):
-        if kind == "falcon alibi":
-            config.alibi = True
-            config.new_decoder_architecture = config.multi_query = False
-
-    return random_models(tmp_path_factory, change)
+    return random_models(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mixture_of(tmp_path_factory):
     """Return a function from model type to a model of eight experts and its checkpoint."""
-
-    def change(kind, config):
-        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-            if hasattr(config, name):
-                setattr(config, name, 8)
-
-    return random_models(tmp_path_factory, change)
+    return random_models(tmp_path_factory, **EIGHT_EXPERTS)
