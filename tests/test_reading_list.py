@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from support.tiny import least_streaming
+from support.tiny import keep_steady
 
 import offload_rt
 from offload_rt import LLM, SamplingParams
@@ -22,7 +22,7 @@ CORE_LINES = 6000
 MOVING = {"ops/extension.py", "ops/reference.py"}
 
 
-def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass():
+def test_reading_list_names_the_files_of_a_plain_and_of_a_speculative_pass(monkeypatch):
     if cpu.library() is None:
         pytest.skip("torch computes the layers")
     paths: set[Path] = set()
@@ -37,16 +37,18 @@ def test_reading_list_names_the_files_of_a_streamed_and_of_a_speculative_pass():
     draft = str(ROOT / "models" / "demo-draft")
     params = SamplingParams(max_tokens=6, temperature=0.0)
     for settings in (
-        {"drafter": "none", "device_memory": least_streaming(target, drafter="none")},
-        {"draft_model": draft, "tree_size": 16},  # of fixed size: drafted whether it pays or not
+        {"drafter": "none", "device_memory": "11.5MB"},
+        {"draft_model": draft, "device_memory": "15MB"},
     ):
         with LLM.from_config(EngineConfig(str(target), **settings)) as llm:
+            assert llm.plan.streamed_nbytes
             llm.generate("import sys", params)  # fills tables and caches
             is_recording = True
             sys.setprofile(record)
             llm.generate("import os", params)
             sys.setprofile(None)
             is_recording = False
+        keep_steady(monkeypatch)  # drafting pays
     threading.setprofile(None)
     files = {str(path.relative_to(PACKAGE)) for path in paths if PACKAGE in path.parents}
     text = (ROOT / "docs" / "architecture.md").read_text()

@@ -98,7 +98,7 @@ class Sequence:
     text           detokenizer with stop strings; None without a tokenizer
     grammar        position in the grammar of structured outputs; None without a grammar
     bad_words      position in the excluded token sequences
-    finish_reason  None while running; "stop" (end token or stop string), "length" or "error"
+    finish_reason  None while running; "stop" (end token or string), "length", "abort" or "error"
     pooling        embedding of the prompt; None if not requested
     images         prompt with images; None for texts
     generator      random numbers from the sampling seed, or from a random seed

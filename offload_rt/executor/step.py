@@ -28,7 +28,7 @@ class Step:
     tokens    (n,) int64: tokens missing in the cache, followed by the tree's tokens
     topology  topology of the n tokens; missing tokens form a chain above the tree
     n_wanted  number of trailing tokens with logits
-    n_prompt  prompt length; plain decoding computes the prompt together
+    n_prompt  prompt length, which some rotary tables depend on
     n_done    number of leading tokens already pending in the cache
     reduce    function applied to the logits on the device
     n_chain   number of leading tokens that form a chain and are always committed

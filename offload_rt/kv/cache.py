@@ -123,7 +123,7 @@ class KVCache(ABC):
         self._pending = [] if moved else self._pending[len(rows) :]
 
     def discard(self) -> None:
-        """Drop all pending rows, e.g. after a failed pass."""
+        """Drop all pending rows: those of rejected nodes, or of a failed pass."""
         self._pending = []
 
     def rewind_to(self, tokens: Sequence[int]) -> int:

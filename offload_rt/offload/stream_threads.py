@@ -1,4 +1,4 @@
-"""CPU streamer: threads fill slots by blocking reads, which release the GIL."""
+"""Threads that fill slots by blocking reads, which release the GIL; slots of a CPU, or pinned."""
 
 import time
 from abc import ABC, abstractmethod

@@ -99,7 +99,7 @@ class Waiting:
 
 
 class Streamer(Waiting, ABC):
-    """Copy every layer to the device, prefetching during compute."""
+    """Copy streamed layers to the device during compute, and yield all layers in order."""
 
     def __init__(self, sources: LayerSources, trace: Trace, meter: LinkMeter | None = None) -> None:
         self.meter = meter or LinkMeter()

@@ -80,7 +80,7 @@ def layer(
 ) -> Layer | None:
     """Describe layer i; None if the library does not serve it.
 
-    norms      of the layer's input, of the attention's output, of query and key heads or None
+    norms      of the layer's and of the MLP's input, of query and key heads or None
     matrices   q, k, v, o, gate, up and down, each (n_out, n_in) and a bias (n_out,) or None
     has_pairs  rows of q and k are stored with the partners of a rotation side by side
     """

@@ -55,7 +55,7 @@ class DraftModel:
         self._states: dict[Sequence, DraftState] = {}
 
     def begin(self, sequence: Sequence, cache: int, n_nodes: int) -> None:
-        """Register a sequence with its target cache and maximum tree size, see `SelfDraftModel`."""
+        """See `Drafter.begin`; a separate model needs no target cache."""
 
     def can_draft(self, sequence: Sequence) -> bool:
         """Return whether a tree can be drafted for a sequence."""

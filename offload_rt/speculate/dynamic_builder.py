@@ -205,7 +205,7 @@ class DynamicTreeBuilder:
 
     @property
     def reduce(self) -> Reduce:
-        """Select the candidates below each node and their probabilities."""
+        """Reduction of logits to the candidates below each node and their probabilities."""
         k = min(_N_CHILDREN, self._n_nodes - 1)
         return child_sampling.MostProbable(k, self.state.vocab_size, self.temperature or 1.0)
 
@@ -214,7 +214,7 @@ class DynamicTreeBuilder:
         return out
 
     def extend(self, selected: Tensor) -> None:
-        """Merge the children of the latest nodes; children that enter are computed next."""
+        """Merge the children of the latest nodes; if a round pays, children that enter are next."""
         k = selected.shape[1] // 2
         tokens, values = child_sampling.unpacked(selected, k)
         self._n_rounds += 1
@@ -327,7 +327,7 @@ class DynamicTreeBuilder:
         return self.state.add(parents, tokens)
 
     def tree(self, size: int) -> DraftTree:
-        """Return the root and its `size` best candidates."""
+        """Return the root and its `size` best candidates; `learn` considers no others."""
         best = self._nodes = self._nodes.first(1 + size)
         tokens = torch.from_numpy(best.tokens.copy())
         return DraftTree(Topology(best.parents), tokens, expected=float(best.chances.sum()))

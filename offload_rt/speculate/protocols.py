@@ -69,7 +69,7 @@ class Drafter:
         """Record a pass without asking for a draft."""
 
     def read(self, sequence: Sequence, predicted: TopTokens) -> None:
-        """Learn from the target's predictions after the last tokens, excluding the final token."""
+        """Learn from the target's predictions after the prompt's last tokens, without the final."""
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
         """Receive hidden states of newly computed, committed tokens if the runner taps layers.

@@ -137,7 +137,7 @@ class Topology:
 
 
 class GrowingTree:
-    """Tree of up to `capacity` nodes, extended level by level, with precomputed visibility bits.
+    """Tree of up to `capacity` nodes, extended by rounds, with precomputed visibility bits.
 
     parents  (capacity,) int64, set for existing nodes
     """
