@@ -205,9 +205,6 @@ def test_unwritable_trace_is_reported_before_the_run(name, line, speaks, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-WEIGHTS = "model.safetensors"
-
-
 def _write_others(path: Path) -> Path:
     config = json.loads((path.parent / "config.json").read_text())
     write_file(path, llama_tensors(config, seed=1))
@@ -234,8 +231,12 @@ def test_checkpoint_changed_during_a_run(change, ends, model, begins_with, tmp_p
         assert llm.plan.tiers.count("disk") > 3
         pieces = llm.stream(PROMPT, SamplingParams(max_new_tokens=60))
         text = next(pieces).text + next(pieces).text
-        change(copy / WEIGHTS)
-        with pytest.raises(LinkError, match=WEIGHTS) if ends else contextlib.nullcontext():
+        change(copy / "model.safetensors")
+        with (
+            pytest.raises(LinkError, match="model.safetensors")
+            if ends
+            else contextlib.nullcontext()
+        ):
             for piece in pieces:
                 text += piece.text
     assert begins_with.startswith(text) and len(text) >= (1 if ends else 60)
@@ -245,6 +246,6 @@ def test_checkpoint_changed_during_a_run(change, ends, model, begins_with, tmp_p
 def test_file_changed_between_header_and_weights(name, model, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     checkpoint = open_checkpoint(copy)
-    CHANGES[name][0](copy / WEIGHTS)
+    CHANGES[name][0](copy / "model.safetensors")
     with pytest.raises(LinkError, match="changed while in use"):
         DiskTier(checkpoint.layers)
