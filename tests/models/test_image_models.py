@@ -1,7 +1,9 @@
 """Vision-language models: texts equal transformers' `generate`, for all ways to run them."""
 
 import functools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from quantize import Choice, quantized
@@ -20,7 +22,9 @@ from support.quantized import rewrite
 from support.tiny import ATOL, generate, open_streamed, prompt_of, runner_of
 
 from offload_rt import SamplingParams
+from offload_rt.executor.step import Step
 from offload_rt.models.image_tower import FAMILIES, ImageTower
+from offload_rt.tree.topology import Topology
 
 
 def one_image(llm, model, kind, seed=1):
@@ -59,6 +63,26 @@ def test_greedy_text_equals_transformers(model_of, kind):
         plain = generate(model, text, N_NEW)
         assert say(llm, [prompts[0], text, prompts[2]]) == [expected[0], plain, expected[2]]
         assert say(llm, prompts[1:]) == expected[1:]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+def test_image_crosses_chunks(model_of, kind):
+    """Tokens of an image that see each other stay in one chunk; a tree follows the prompt."""
+    model, folder = model_of(kind)
+    with open_streamed(folder, drafter="none") as llm:
+        runner = runner_of(llm)
+        runner._chunk_rows = 3
+        parts = [4, image_inputs(kind, 1), 3, image_inputs(kind, 2), 1]
+        prompt = image_prompt(model, runner.spec.images, parts)
+        paths = [[], [7], [9], [7, 5], [7, 3]]
+        tree = Topology(np.array([-1, 0, 0, 1, 1])).after_chain(len(prompt) - 1)
+        ids = torch.tensor([*prompt.keyed_ids, 7, 9, 5, 3])
+        n = len(ids)
+        step = Step(runner.new_cache(n), ids, tree, n, n, n_chain=len(prompt) - 1, images=prompt)
+        (logits,) = runner.forward([step])
+    expected = [image_logits(model, replace(prompt, ids=prompt.ids + path)) for path in paths]
+    expected = torch.cat([expected[0], *(rows[-1:] for rows in expected[1:])])
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize(
