@@ -105,6 +105,7 @@ class CudaStreamer(Streamer):
             self._is_parked = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_feeding)
+        self._upstream.park()  # between two sweeps it would read ahead
         self.device.synchronize()
         self._count_finished()
         self._ready.clear()
