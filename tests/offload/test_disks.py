@@ -241,7 +241,7 @@ def test_blocks_are_complete_while_a_disk_fails(broken, reason, mirrored, monkey
     assert told.count("is no longer read") == (broken is not None)
     assert broken is None or re.search(f"{broken}.* is no longer read: .*{reason}", told)
     fail(monkeypatch, mirrors.root.parent)
-    with pytest.raises(LinkError, match=r"part-0\.safetensors.*Input/output error"):
+    with pytest.raises(LinkError, match=r"part-\d\.safetensors.*Input/output error"):
         filled(tier, 0)
     tier.close()
 
