@@ -110,6 +110,14 @@ def test_children_without_replacement(probs, n, struck):
     assert_drawn(map(tuple, children.tolist()), exact_draws(np.array(probs), n, excluded=struck))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_children_with_replacement(n):
+    probs = torch.tensor([0.7, 0.3, 0.0, 0.0])
+    children = child_sampling.independent(probs.expand(20_000, -1), n, torch.default_generator)
+    drawn = exact_draws(probs.double().numpy(), n, independent=True)
+    assert_drawn(map(tuple, children.tolist()), drawn)
+
+
 @pytest.mark.parametrize("vocab_size", [3, 5, 8])
 def test_most_probable_tokens_lie_within_the_vocabulary_of_the_target(vocab_size):
     """Of a draft with five tokens."""
