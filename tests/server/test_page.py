@@ -3,7 +3,7 @@
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count as count_from
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ if not (shutil.which("chromium") and shutil.which("chromedriver")):
 
 from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 
@@ -53,10 +55,6 @@ def page(browser: Chrome, served: Served, tmp_path: Path) -> Iterator[Chrome]:
     assert [entry for entry in log if entry["level"] in ("SEVERE", "WARNING")] == []
 
 
-def text_of(driver: Chrome, name: str) -> str:
-    return driver.find_element(By.ID, name).text
-
-
 def count(driver: Chrome, selector: str) -> int:
     return len(driver.find_elements(By.CSS_SELECTOR, selector))
 
@@ -67,14 +65,40 @@ def wait(driver: Chrome, holds: Any) -> Any:
     return patience.until(lambda _: holds())
 
 
+def use(driver: Chrome, selector: str, action: Callable[[WebElement], Any]) -> Any:
+    """Apply an action to the element of a selector, again if the page replaces it meanwhile."""
+    return wait(driver, lambda: (action(driver.find_element(By.CSS_SELECTOR, selector)),))[0]
+
+
+def click(driver: Chrome, selector: str) -> None:
+    use(driver, selector, WebElement.click)
+
+
+def text_of(driver: Chrome, selector: str) -> str:
+    return use(driver, selector, lambda element: element.text)
+
+
+def is_shown(driver: Chrome, selector: str) -> bool:
+    return use(driver, selector, WebElement.is_displayed)
+
+
+def type_at(driver: Chrome, selector: str, *keys: object) -> None:
+    use(driver, selector, lambda element: element.send_keys(*map(str, keys)))
+
+
+def type_keys(driver: Chrome, *keys: str) -> None:
+    """Send keys to the focused element, whichever it is at each key."""
+    ActionChains(driver).send_keys(*keys).perform()
+
+
 def say(driver: Chrome, text: str) -> None:
-    driver.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER)
+    type_at(driver, "#prompt", text, Keys.ENTER)
 
 
 def change_settings(driver: Chrome, **values: object) -> None:
     click(driver, "#open-settings")
     for name, value in values.items():
-        driver.find_element(By.NAME, name).send_keys(str(value))
+        type_at(driver, f"[name={name}]", value)
     click(driver, "#settings button[type=submit]")
 
 
@@ -86,9 +110,9 @@ def start(driver: Chrome, n: int, text: str = "import os") -> str:
 
 def edit(driver: Chrome, text: str) -> None:
     """Append a text to the first message, and send it again."""
-    driver.find_element(By.XPATH, "//article[contains(@class,'user')]//button[.='Edit']").click()
-    driver.find_element(By.ID, "edited").send_keys(text)
-    driver.find_element(By.XPATH, "//button[.='Send' and not(@id)]").click()
+    click(driver, ".user .actions button:last-child")
+    type_at(driver, "#edited", text)
+    click(driver, "#edited + .actions button")
     wait(driver, lambda: count(driver, ".user .version"))
 
 
@@ -133,13 +157,8 @@ def focused(driver: Chrome) -> str:
 
 
 def wait_for_end(driver: Chrome, n_answers: int) -> list[str]:
-    is_idle = driver.find_element(By.ID, "send").is_displayed
-    wait(driver, lambda: is_idle() and len(shown(driver)) == n_answers)
+    wait(driver, lambda: is_shown(driver, "#send") and len(shown(driver)) == n_answers)
     return [message["content"] for message in branch(driver) if message["role"] == "assistant"]
-
-
-def click(driver: Chrome, selector: str) -> None:
-    wait(driver, lambda: driver.find_element(By.CSS_SELECTOR, selector).click() is None)
 
 
 def render(driver: Chrome, text: str, pieces: list[str]) -> dict[str, Any]:
@@ -178,17 +197,17 @@ return [...document.querySelectorAll(texts)].map((node) => {
 
 
 def test_conversation_shows_the_answer_of_the_api_and_survives_a_reload(page, served):
-    wait(page, lambda: text_of(page, "model") == "demo")
+    wait(page, lambda: text_of(page, "#model") == "demo")
     text = "def read_lines(path, encoding='utf-8'):"
     first = start(page, 48, text)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 48, "temperature": 0}
     (choice,) = served.post("/v1/chat/completions", body)[1]["choices"]
     assert first == choice["message"]["content"]
-    n_passes = int(text_of(page, "passes"))
+    n_passes = int(text_of(page, "#passes"))
     assert count(page, "article.assistant .pass")
-    assert float(text_of(page, "per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
+    assert float(text_of(page, "#per-pass")) == pytest.approx(48 / n_passes, abs=0.01)
     for name, label in (("tree", "nodes"), ("link", f"{n_passes} passes")):
-        assert label in page.find_element(By.ID, name).get_attribute("aria-label")
+        assert count(page, f"#{name}[aria-label*='{label}']")
     say(page, "class Queue:")
     both = wait_for_end(page, 2)
     page.refresh()
@@ -204,37 +223,35 @@ def test_answer_continues_while_another_conversation_is_open(page):
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
     click(page, "#new")
-    assert page.find_element(By.ID, "send").is_displayed() and not count(page, "article")
+    assert is_shown(page, "#send") and not count(page, "article")
     click(page, "#chats .open")
     (whole,) = wait_for_end(page, 1)
-    assert whole and text_of(page, "status") == ""
+    assert whole and text_of(page, "#status") == ""
 
 
 def test_conversations_are_renamed_searched_exported_imported_and_deleted(page, tmp_path):
     start(page, 4)
     click(page, "[aria-label^=Rename]")
-    title = page.find_element(By.ID, "new-title")
-    title.clear()
-    title.send_keys("Paths", Keys.ENTER)
-    wait(page, lambda: page.find_element(By.CSS_SELECTOR, "#chats .open").text == "Paths")
-    search = page.find_element(By.ID, "search")
+    use(page, "#new-title", WebElement.clear)
+    type_at(page, "#new-title", "Paths", Keys.ENTER)
+    wait(page, lambda: text_of(page, "#chats .open") == "Paths")
     for text, n_expected in (("nowhere", 0), ("IMPORT O", 1), ("p", 1)):
-        search.clear()
-        search.send_keys(text)
+        use(page, "#search", WebElement.clear)
+        type_at(page, "#search", text)
         assert count(page, "#chats li") == n_expected
     before = branch(page)
     path = export(page, tmp_path)
     for answer, n_left in ((Keys.ESCAPE, 1), ("", 0)):
         click(page, "[aria-label^=Delete]")
         if answer:
-            page.switch_to.active_element.send_keys(answer)
+            type_keys(page, answer)
         else:
             click(page, "#confirm-yes")
         wait(page, lambda n=n_left: count(page, "#chats li") == n)
     (tmp_path / "other.json").write_text('{"conversations": [{"title": 1}]}')
     for file, status in ((path, "Imported 1"), ("other.json", "no conversations of this page")):
-        page.find_element(By.ID, "import-file").send_keys(str(tmp_path / file))
-        wait(page, lambda status=status: status in text_of(page, "status"))
+        type_at(page, "#import-file", tmp_path / file)
+        wait(page, lambda status=status: status in text_of(page, "#status"))
         assert branch(page) == before
 
 
@@ -245,11 +262,11 @@ def test_attached_file_is_sent_with_the_message(page, served, tmp_path, monkeypa
     Image.new("RGB", (6, 4), "teal").save(tmp_path / "teal.png")
     change_settings(page, max_tokens=4)
     for name, place, shown in (
-        ("binary.bin", "status", "is no text"), ("large.txt", "status", "at most 262144"),
-        ("teal.png", "status", "demo reads text only; teal.png is an image"),
-        ("notes.md", "attached", "notes.md"),
+        ("binary.bin", "#status", "is no text"), ("large.txt", "#status", "at most 262144"),
+        ("teal.png", "#status", "demo reads text only; teal.png is an image"),
+        ("notes.md", "#attached", "notes.md"),
     ):  # fmt: skip
-        page.find_element(By.ID, "attach-files").send_keys(str(tmp_path / name))
+        type_at(page, "#attach-files", tmp_path / name)
         wait(page, lambda place=place, shown=shown: shown in text_of(page, place))
         assert count(page, "#attached li") == (name == "notes.md")
     requests = script(served.llm, monkeypatch, "An answer")
@@ -258,7 +275,7 @@ def test_attached_file_is_sent_with_the_message(page, served, tmp_path, monkeypa
     ((prompt,), _), *_ = requests
     sent = "Explain\n\nnotes.md:\n````\n```\ncode\n```\n\n````"
     assert served.llm.tokenizer.decode(prompt, skip_special_tokens=True) == f"{sent}\n"
-    assert page.find_element(By.CSS_SELECTOR, ".file summary").text == "notes.md"
+    assert text_of(page, ".file summary") == "notes.md"
 
 
 PUT = """
@@ -291,17 +308,16 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
         return page.execute_script(WIDTHS) == [60] * 3
 
     page.get(f"http://127.0.0.1:{vision.port}/")
-    wait(page, lambda: text_of(page, "model") == "demo")
+    wait(page, lambda: text_of(page, "#model") == "demo")
     change_settings(page, max_tokens=4, temperature=0)
-    files = page.find_element(By.ID, "attach-files")
-    files.send_keys(str(tmp_path / "noise.png"))
-    wait(page, lambda: "the server accepts 200000" in text_of(page, "status"))
-    files.send_keys(str(path))
+    type_at(page, "#attach-files", tmp_path / "noise.png")
+    wait(page, lambda: "the server accepts 200000" in text_of(page, "#status"))
+    type_at(page, "#attach-files", path)
     wait_for_images(1)
-    page.find_element(By.CSS_SELECTOR, "#attached button").send_keys(Keys.ENTER)
+    type_at(page, "#attached button", Keys.ENTER)
     wait(page, lambda: not count(page, "#attached li"))
     assert focused(page) == "prompt"
-    files.send_keys(str(path))
+    type_at(page, "#attach-files", path)
     wait_for_images(1)
     for n, event in enumerate(("paste", "drop"), 2):
         page.execute_script(PUT, event, [*path.read_bytes()])
@@ -317,7 +333,7 @@ def test_images_are_attached_sent_and_kept(page, vision, tmp_path):
     click(page, "[aria-label^=Delete]")
     click(page, "#confirm-yes")
     wait(page, lambda: not count(page, "#chats li"))
-    page.find_element(By.ID, "import-file").send_keys(str(exported))
+    type_at(page, "#import-file", exported)
     wait(page, are_shown)
     assert regenerate(page) == [expected("What? Why?")]
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
@@ -367,14 +383,14 @@ def test_small_screen_shows_statistics_and_has_no_sideways_scroll(page):
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     page.refresh()
     start(page, 24, "def read_lines(path, encoding='utf-8'):")
-    assert "tokens/s" in text_of(page, "rate")
+    assert "tokens/s" in text_of(page, "#rate")
     assert page.execute_script(SCROLLED) <= page.execute_script("return innerWidth") == 390
     click(page, "#menu")
     assert focused(page) == "new"
-    page.switch_to.active_element.send_keys(Keys.ESCAPE)
+    type_keys(page, Keys.ESCAPE)
     assert focused(page) == "menu"
     click(page, "#statistics summary")
-    assert page.find_element(By.ID, "tree").is_displayed()
+    assert is_shown(page, "#tree")
 
 
 def test_answer_is_stopped(page, served, monkeypatch):
@@ -391,8 +407,8 @@ def test_answer_is_stopped(page, served, monkeypatch):
     change_settings(page, max_tokens=230)
     say(page, "def f(x):")
     wait(page, lambda: any(shown(page)))
-    page.find_element(By.ID, "stop").click()
-    wait(page, lambda: text_of(page, "status") == "Stopped")
+    click(page, "#stop")
+    wait(page, lambda: text_of(page, "#status") == "Stopped")
     is_stopped.set()
     assert len(wait_for_end(page, 1)) == 1
     served.wait_until_idle()
@@ -403,27 +419,27 @@ def test_versions_titles_settings_and_the_focus(page):
     reached = set()
     for _ in range(16):
         reached.add(focused(page))
-        page.switch_to.active_element.send_keys(Keys.TAB)
+        type_keys(page, Keys.TAB)
     controls = {"new", "search", "export", "import", "colours", "open-settings", "prompt"}
     assert controls | {"attach", "send"} <= reached
     first = start(page, 2)
 
     def press(selector: str, *keys: str) -> str:
         """Press a button by Enter, then send keys to the focused element; returns the focus."""
-        page.find_element(By.CSS_SELECTOR, selector).send_keys(Keys.ENTER)
+        type_at(page, selector, Keys.ENTER)
         if keys:
-            page.switch_to.active_element.send_keys(*keys)
+            type_keys(page, *keys)
         wait(page, lambda: not count(page, "dialog[open], #edited"))
         return wait(page, lambda: focused(page))
 
     for keys, title in (("sys", Keys.ESCAPE), "import os"), (("sys", Keys.ENTER), "import ossys"):
         press("[aria-label^=Rename]", Keys.END, *keys)
-        assert page.find_element(By.CSS_SELECTOR, "#chats .open").text == title
+        assert text_of(page, "#chats .open") == title
     assert press("[aria-label^=Rename]", Keys.ENTER) == "prompt"
     assert press("#open-settings", "Be terse.", Keys.ESCAPE) == "open-settings"
     assert press(".user .actions button:last-child", Keys.ESCAPE) == "prompt"
     assert regenerate(page) == [first]
-    assert page.find_element(By.CSS_SELECTOR, ".assistant .version").text == "2/2"
+    assert text_of(page, ".assistant .version") == "2/2"
     assert press("[aria-label='Previous version']") == "Next version"
     edit(page, "\nimport sys")
     wait_for_end(page, 1)
