@@ -1,9 +1,10 @@
-"""Draft heads in torch for training: DFlash and EAGLE-3.
+"""Drafts in torch for training: DFlash, EAGLE-3 and draft models of some of the target's layers.
 
-Both save the tensor names and the config of the published layouts. `offload_rt/models/` contains
+All save the tensor names and the config of the published layouts. `offload_rt/models/` contains
 the forward passes for inference.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,11 +160,19 @@ class DFlash(nn.Module):
     with further known tokens, for conditioned blocks.
     """
 
-    def __init__(self, target: LlamaForCausalLM, taps: tuple[int, ...], n_layers: int = 3) -> None:
+    def __init__(
+        self,
+        target: LlamaForCausalLM,
+        taps: tuple[int, ...],
+        n_layers: int = 3,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        """Create a drafter whose loss compares the tokens of `vocabulary` (n,), or all."""
         super().__init__()
         config = target.config
         d = config.hidden_size
         self.taps = taps
+        self._vocabulary = vocabulary
         self.fc = nn.Linear(len(taps) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, wide=False) for _ in range(n_layers))
@@ -222,7 +231,8 @@ class DFlash(nn.Module):
         row = torch.arange(rows, device=device)[:, None, None]
         final = text.final[row, at].flatten(0, 2)
         is_predicted = (ahead >= 0).flatten() & text.is_taught[row, at].flatten()
-        logits, wanted = (F.linear(part[is_predicted], embedding) for part in (hidden, final))
+        output = embedding if self._vocabulary is None else embedding[self._vocabulary]
+        logits, wanted = (F.linear(part[is_predicted], output) for part in (hidden, final))
         weights = torch.exp(-ahead.flatten()[is_predicted] / _DECAY)
         return divergence(logits, wanted.log_softmax(-1), weights)
 
@@ -337,6 +347,34 @@ def _attend(q: Tensor, keys: list[tuple[Tensor, Tensor]]) -> Tensor:
     for i, (_, v) in enumerate(paths):
         out = out + weights[..., n + i, None] * v
     return out
+
+
+class DraftLayers(nn.Module):
+    """Llama with the target's embedding and output, which stay, and some of its layers."""
+
+    def __init__(self, target: LlamaForCausalLM, n_layers: int, vocabulary: Tensor) -> None:
+        """Start from the first and last layers; the loss compares `vocabulary` (n,)."""
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        config.num_hidden_layers = n_layers
+        self.llama = LlamaForCausalLM(config)
+        self.llama.load_state_dict(target.state_dict(), strict=False)
+        n_last = n_layers // 2
+        for i in range(1, n_last + 1):
+            known = target.model.layers[-i].state_dict()
+            self.llama.model.layers[-i].load_state_dict(known)
+        self.llama.get_input_embeddings().requires_grad_(False)
+        self._vocabulary = vocabulary
+
+    def loss(self, _: LlamaForCausalLM, text: Taught) -> Tensor:
+        """Return the mean divergence from the target's distribution at half of the positions."""
+        rows, places = text.is_taught.nonzero(as_tuple=True)
+        chosen = torch.randperm(len(rows), device=rows.device)[: len(rows) // _LOSS_SHARE]
+        rows, places = rows[chosen], places[chosen]
+        output = self.llama.get_input_embeddings().weight[self._vocabulary]
+        hidden = self.llama.model(text.tokens, use_cache=False).last_hidden_state
+        logits, wanted = (F.linear(part[rows, places], output) for part in (hidden, text.final))
+        return divergence(logits, wanted.log_softmax(-1), torch.ones(len(rows), device=rows.device))
 
 
 def _layer_config(target: LlamaForCausalLM, model_type: str, n_layers: int) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Train draft heads of a chat model on conversations that the model writes itself.
+"""Train drafts of a chat model on conversations that the model writes itself.
 
 python scripts/train_drafts.py write --target DIR --work DIR --minutes 60
 python scripts/train_drafts.py states --target DIR --work DIR
 python scripts/train_drafts.py predictions --target DIR --work DIR --out DIR
 python scripts/train_drafts.py eagle3 --target DIR --work DIR --minutes 90 --out DIR
 python scripts/train_drafts.py block --target DIR --work DIR --minutes 60 --out DIR
+python scripts/train_drafts.py model --target DIR --work DIR --minutes 60 --out DIR
 """
 
 import argparse
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from chat_text import BatchWriter, Turn, conversations
-from demo_heads import DFlash, Eagle3, Taught, save_head, tapped_states
+from demo_heads import DFlash, DraftLayers, Eagle3, Taught, save_head, tapped_states
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from train_demo import Run, start_from, train
+from train_demo import Run, save_model, start_from, train
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from offload_rt.speculate.predictions import (
@@ -55,9 +56,15 @@ def write(args: argparse.Namespace) -> None:
 
 
 def load_target(args: argparse.Namespace) -> LlamaForCausalLM:
-    """Load the target in bf16, without gradients."""
-    target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    """Load the target without gradients, in bf16 where the device multiplies in it."""
+    dtype = torch.bfloat16 if multiplies_bf16(args.device) else torch.float32
+    target = LlamaForCausalLM.from_pretrained(args.target, dtype=dtype)
     return target.eval().requires_grad_(False).to(args.device)
+
+
+def multiplies_bf16(device: str) -> bool:
+    """Return whether a device has instructions for bf16; float32 is faster on other CPUs."""
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def save_turns(turns: list[Turn], path: Path) -> None:
@@ -92,7 +99,7 @@ def states(args: argparse.Namespace) -> None:
             chosen = order[first : first + 16]
             padded = torch.nn.utils.rnn.pad_sequence([rows[i] for i in chosen], batch_first=True)
             both = tapped_states(target, padded.to(args.device), taps_of(target))
-            for i, state in zip(chosen, torch.cat(both, -1).cpu(), strict=True):
+            for i, state in zip(chosen, torch.cat(both, -1).bfloat16().cpu(), strict=True):
                 parts[i] = state[: len(rows[i])]
         save(out, states=torch.cat([parts[i] for i in range(len(rows))]))
         print(out.name, flush=True)
@@ -113,7 +120,7 @@ def predictions(args: argparse.Namespace) -> None:
         contexts.append(stored["tokens"][last + torch.arange(1 - LONGEST, 1)])
         states = load_file(path.with_name(path.name.replace("text", "states")))["states"]
         for part in states[is_answer, -output.shape[1] :].split(2048):
-            logits = F.linear(part.to(output.device), output).float()
+            logits = F.linear(part.to(output), output).float()
             best = logits.softmax(-1).topk(N_PREDICTED)
             tokens.append(best.indices.cpu())
             probs.append(best.values.cpu())
@@ -181,49 +188,62 @@ class Texts:
         if len(places) < len(chosen):
             taps, final = tapped_states(self.target, tokens, taps_of(self.target))
             return Taught(tokens, taps, final, is_taught)
+        dtype = self.target.dtype
         d = self.target.config.hidden_size
         stored = torch.zeros(*tokens.shape, 4 * d, dtype=torch.bfloat16)
         for row, text, (slices, start) in zip(stored, rows, places, strict=True):
             row[: len(text)] = slices[start : start + len(text)]
-        stored = stored.to(tokens.device)
+        stored = stored.to(tokens.device, dtype)
         return Taught(tokens, stored[..., : 3 * d], stored[..., 3 * d :], is_taught)
 
 
-def train_head(args: argparse.Namespace) -> None:
-    """Distil a draft head from the stored states."""
+def train_draft(args: argparse.Namespace) -> None:
+    """Distil a draft from the stored states."""
     target = load_target(args)
     paths = sorted(args.work.glob("text-*.safetensors"))
     texts = Texts.read(target, [path for path in paths if path.name != HELD_OUT])
     held_out = Texts.read(target, [args.work / HELD_OUT])
     unseen = held_out.taught(list(range(0, len(held_out.tokens), 4)))
-    head: DFlash | Eagle3
-    if args.stage == "block":
-        head = DFlash(target, taps_of(target), args.layers)
+    if args.start and args.stage == "eagle3":
+        known = vocabulary_of(args.start)
     else:
-        known = vocabulary_of(args.start) if args.start else frequent_tokens(texts, args.vocabulary)
-        head = Eagle3(target, taps_of(target), known)
-    head.float().to(args.device)
-    print(f"{sum(p.numel() for p in head.parameters())} parameters", flush=True)
+        known = frequent_tokens(texts, args.vocabulary)
+    draft: DFlash | DraftLayers | Eagle3
+    if args.stage == "block":
+        draft = DFlash(target, taps_of(target), args.layers, known)
+    elif args.stage == "model":
+        draft = DraftLayers(target, args.layers, known)
+    else:
+        draft = Eagle3(target, taps_of(target), known)
+    draft.float().to(args.device)
+    n = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+    print(f"{n} trained parameters", flush=True)
     if args.start:
-        start_from(head, args.start)
+        start_from(draft, args.start)
     batches = texts.batches(args.batch_tokens)
+    precision = torch.autocast(args.device, torch.bfloat16, enabled=multiplies_bf16(args.device))
 
     def loss_at(_: float) -> Tensor:
-        with torch.autocast(args.device, torch.bfloat16):
-            return head.loss(target, next(batches))
+        with precision:
+            return draft.loss(target, next(batches))
+
+    def save_draft() -> None:
+        if isinstance(draft, DraftLayers):
+            save_model(draft.llama, AutoTokenizer.from_pretrained(args.target), args.out)
+        else:
+            save_head(draft, target, args.out)
 
     def check() -> float:
-        with torch.no_grad(), torch.random.fork_rng(), torch.autocast(args.device, torch.bfloat16):
+        save_draft()
+        with torch.no_grad(), torch.random.fork_rng(), precision:
             torch.manual_seed(0)
-            save_head(head, target, args.out)
-            return head.loss(target, unseen).item()
+            return draft.loss(target, unseen).item()
 
     args.out.mkdir(parents=True, exist_ok=True)
     rates = args.rate * 6e-3, args.rate * 2e-3
     checkpoint = args.work / f"{args.stage}.weights"
     run = Run(args.minutes, checkpoint, *rates, report_s=120, compiles=False)
-    train(head, loss_at, run, check)
-    save_head(head, target, args.out)
+    train(draft, loss_at, run, check)
     print(f"held out {check():.4f}")
 
 
@@ -246,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     stages = {
         "write": write, "states": states, "predictions": predictions,
-        "eagle3": train_head, "block": train_head,
+        "eagle3": train_draft, "block": train_draft, "model": train_draft,
     }  # fmt: skip
     parser.add_argument("stage", choices=stages)
     parser.add_argument("--target", type=Path, required=True)
@@ -257,8 +277,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=192)
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--batch-tokens", type=int, default=6144)
-    parser.add_argument("--vocabulary", type=int, default=16384, help="tokens of an EAGLE-3 head")
-    parser.add_argument("--layers", type=int, default=2, help="layers of a block drafter")
+    parser.add_argument("--vocabulary", type=int, default=16384, help="tokens that drafts learn")
+    parser.add_argument("--layers", type=int, default=2, help="layers of block or model")
     parser.add_argument("--start", type=Path, help="model.safetensors of a head to continue from")
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
