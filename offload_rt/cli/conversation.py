@@ -37,6 +37,9 @@ PARAMETERS = [
 ]
 # Version 2 may contain images.
 _VERSIONS = (1, 2)
+# Most bytes of an attached text, and of a saved conversation.
+_MOST_TEXT = 1 << 20
+_MOST_RECORD = 1 << 28
 
 # The content is a text, or a list of OpenAI's parts "image_url" and "text".
 Message = dict[str, Any]
@@ -140,7 +143,7 @@ class Conversation:
         return f"{name} {parsed}"
 
     def _file(self, path: Path) -> str:
-        text = _read(path, 1 << 20)
+        text = _read(path, _MOST_TEXT)
         fence = "```"
         while fence in text:
             fence += "`"
@@ -165,7 +168,7 @@ class Conversation:
     def _load(self, path: Path) -> str:
         problem = f"{path} is not a saved conversation"
         try:
-            record = json.loads(_read(path, 1 << 28))
+            record = json.loads(_read(path, _MOST_RECORD))
             messages = [
                 {"role": str(turn["role"]), "content": _loaded(turn["content"])}
                 for turn in record["messages"]

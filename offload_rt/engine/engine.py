@@ -46,7 +46,16 @@ def _failing_alone(sequence: Sequence) -> Iterator[None]:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Engine(SequencePool):
-    """Generate all running sequences together. Sequences join and leave between steps."""
+    """Generate all running sequences together. Sequences join and leave between steps.
+
+    rule      accepts drafted tokens
+    cost      predicts the time of a pass
+    trace     receives the spans of passes
+    closes    ends transfers and releases weights
+    draft     computes the draft model; None without one
+    notice    sentences for the user about the selected settings
+    n_passes  completed passes
+    """
 
     rule: VerificationRule
     cost: CostEstimator

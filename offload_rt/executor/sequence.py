@@ -93,7 +93,7 @@ class Pooling:
 class Sequence:
     """Prompt and generated tokens of a request.
 
-    max_tokens     limit of prompt plus generated tokens
+    max_length     limit of prompt plus generated tokens
     end_ids        end tokens of the sampling parameters, and of the model unless ignored
     text           detokenizer with stop strings; None without a tokenizer
     grammar        position in the grammar of structured outputs; None without a grammar
@@ -108,7 +108,7 @@ class Sequence:
 
     tokens: list[int]
     sampling: SamplingParams
-    max_tokens: int
+    max_length: int
     end_ids: frozenset[int] = frozenset()
     text: TextStream | None = None
     grammar: Grammar | None = None
@@ -157,7 +157,7 @@ class Sequence:
     def longest(self) -> int:
         """Maximum final length in tokens."""
         n = self.sampling.max_tokens
-        return self.max_tokens if n is None else min(self.n_prompt + n, self.max_tokens)
+        return self.max_length if n is None else min(self.n_prompt + n, self.max_length)
 
     @property
     def temperature(self) -> float:

@@ -49,7 +49,7 @@ class TextDrafter(Drafter):
 
     def __init__(self, parts: DraftParts, recycles: bool = True) -> None:
         self.limits = parts.limits
-        self.reads_prompt = recycles
+        self.reads_prompt = self._recycles = recycles
         self.n_predicted = N_PREDICTED if recycles else 0
         self.pair_stats = parts.pair_stats
         self._cost = parts.cost
@@ -77,7 +77,7 @@ class TextDrafter(Drafter):
         self, sequence: Sequence, tree: DraftTree, verdict: Verdict, predicted: TopTokens | None
     ) -> None:
         """Store the target's predictions at the nodes, and the fate of the candidates."""
-        if self.reads_prompt and predicted is not None:
+        if self._recycles and predicted is not None:
             self._recycler.learn(sequence, tree, verdict.path, predicted)
         self.estimates_at(sequence.temperature).drafted.observe(len(tree.topology) > 1)
         proposal = self._proposals.get(sequence)

@@ -94,7 +94,7 @@ class TreeDrafter(TextDrafter):
         super().learn(sequence, tree, verdict, predicted)
 
     def _count_predicted(self) -> None:
-        n_recycled = N_PREDICTED if self.reads_prompt else 0
+        n_recycled = N_PREDICTED if self._recycles else 0
         self.n_predicted = max(n_recycled, self._learner.n_predicted if self._learner else 0)
 
     def observe(self, sequence: Sequence, first: int, states: abc.Sequence[Tensor]) -> None:
