@@ -260,6 +260,7 @@ def test_flood_of_connections_and_shutdown(tmp_path):
         assert program.code() == 0
         assert refused.startswith(b"HTTP/1.1 503")
         assert ended.startswith(b"HTTP/1.1 503") and b"shutting down" in ended
+        assert b'"type":"server_error"' in ended
         assert "Traceback" not in program.err and len(program.err) < 20_000
 
 

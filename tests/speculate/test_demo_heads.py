@@ -14,7 +14,16 @@ from offload_rt.cost.estimator import CostEstimator
 from offload_rt.cost.tree_size import DraftLimits
 from offload_rt.executor.sequence import Sequence
 from scripts.chat_text import BatchWriter
-from scripts.demo_heads import BLOCK_SIZE, DEMO_TAPS, MASK_TOKEN, DFlash, Eagle3, tapped_states
+from scripts.demo_heads import (
+    BLOCK_SIZE,
+    DEMO_TAPS,
+    MASK_TOKEN,
+    DFlash,
+    DraftLayers,
+    Eagle3,
+    tapped_states,
+    taught,
+)
 
 PROMPT = "def read_lines(path, encoding=None):\n    "
 TARGET = str(MODELS / "demo-target")
@@ -79,3 +88,12 @@ def test_training_text_equals_transformers(pair: Pair) -> None:
     writer = BatchWriter(pair.model, end)
     assert writer.write(prompts, torch.zeros(3), 12, unfinished=0.0) == texts
     assert sorted(map(len, texts))[0] < 12
+
+
+@pytest.mark.parametrize("n_layers", [5, 6])
+@torch.no_grad()
+def test_draft_of_all_layers_is_the_target(n_layers):
+    target = LlamaForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+    text = taught(target, torch.randint(1, 4096, (2, 24)), DEMO_TAPS).rows(torch.arange(2))
+    draft = DraftLayers(target, n_layers, torch.arange(100)).float()
+    assert (draft.loss(target, text) < 1e-3) == (n_layers == 6)
