@@ -78,7 +78,6 @@ def main() -> None:
     benchmark.add("--size", default="1600MB", help="of the streamed model")
     benchmark.add("--budget", default="600MB", help="of the streamed model")
     flags = benchmark.start()
-    disk = f"{measure_disk_gbps(cache_directory()) or 1.0}GB/s"
     results = {}
     print(f"\n| model, drafter | plain | token | plan | doctor | tokens/s |\n{'|---' * 6}|")
     for model in flags.models:
@@ -86,6 +85,7 @@ def main() -> None:
             config = config_of(model, DRAFTING[drafting], flags.size, flags.budget)
             with LLM.open(config) as llm:
                 llm.load()
+                disk = f"{measure_disk_gbps(cache_directory()) or 1.0}GB/s"
                 entry, rate = ratios(llm, config, flags.tokens, disk)
             results[f"{model}, {drafting}"] = {**entry, "tokens_per_second": rate}
             cells = ["-" if value is None else f"{value:.2f}" for value in entry.values()]

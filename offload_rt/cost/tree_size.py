@@ -200,20 +200,27 @@ class Calibration(_Ratios):
 
 
 class DraftedPasses(_Ratios):
-    """Passes with a draft (`hits`) of all decoding passes (`tries`)."""
+    """Passes with a draft of all decoding passes, and the nodes and tokens of these passes."""
 
-    N = 1
+    N = 3
 
-    def observe(self, has_draft: bool) -> None:
-        """Record a pass."""
+    def observe(self, n_nodes: int, n_tokens: int) -> None:
+        """Record a pass with a tree of `n_nodes` nodes, which yielded `n_tokens` tokens."""
+        has_draft = n_nodes > 1
         self._fade()
-        self.hits += has_draft
-        self.tries += 1
+        self.hits += has_draft * np.array([1, n_nodes, n_tokens])
+        self.tries += np.array([1, has_draft, has_draft])
 
     @property
     def share(self) -> float:
         """Share of passes with a draft; 1 if no pass was observed."""
         return float((self.hits[0] + 1) / (self.tries[0] + 1))
+
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """Mean nodes and tokens of a pass with a draft; None if no such pass was observed."""
+        n_nodes, n_tokens = (self.hits[1:] / np.maximum(self.tries[1:], 1e-9)).tolist()
+        return (n_nodes, n_tokens) if n_nodes else None
 
 
 class ExpectedTokensBias(_Ratios):

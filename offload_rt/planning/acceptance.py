@@ -15,6 +15,7 @@ import numpy as np
 from offload_rt.cost.tree_size import N_RANKS, Acceptance
 from offload_rt.errors import SettingsError
 from offload_rt.speculate.pair_stats import PairStats
+from offload_rt.tree.search import search
 
 # Tokens per pass of dynamic trees relative to static trees of as many nodes, demonstration pair at
 # T = 0: 1.15 with 64 nodes, 1.19 with 512 (`python -m bench.speculate.systems --rows 64 512
@@ -24,6 +25,8 @@ _DYNAMIC_RATIO = 1.15
 # demonstration EAGLE-3 head at T = 0: 0.83 with 64 nodes, 0.78 with 256 (`python -m
 # bench.speculate.systems --rows 8 64 256 --depth 8 --temperatures 0 --prompts 12`).
 _CHAIN_RATIO = 0.8
+# Levels of the fixed trees to which measured tokens are compared.
+_MOST_LEVELS = 32
 DEMO_PAIR = "measured with the demonstration pair"
 
 
@@ -148,9 +151,16 @@ def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
     if not measured:
         return None
     best, kind = max(measured, key=lambda pair: pair[0].acceptance.tries[0])
-    share = best.drafted.share
+    share, by_rank = best.drafted.share, best.acceptance.by_rank()
     source = f"measured on this machine, of {kind} trees in {share:.0%} of the passes"
-    return Assumed(best.acceptance.by_rank(), source, drafted=share)
+    ratio = 1.0
+    if best.drafted.means is not None:
+        # Acceptance by rank describes a tree of fixed shape.
+        n_nodes, n_tokens = best.drafted.means
+        n = max(round(n_nodes), 2)
+        ratio = n_tokens / float(search(by_rank, n, min(n, _MOST_LEVELS)).values[n, -1])
+        source = f"{source}, with {ratio:.2f} times the tokens of fixed trees"
+    return Assumed(by_rank, source, dynamic_ratio=ratio, drafted=share)
 
 
 def _parsed(text: str) -> np.ndarray:

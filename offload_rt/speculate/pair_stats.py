@@ -7,7 +7,7 @@ from offload_rt.cost.tree_size import Acceptance, Calibration, DraftedPasses, Ex
 from offload_rt.system.files import read_cached, write_cached
 
 _FILE = "pairs.json"
-_VERSION = 5
+_VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Estimates:
     acceptance   acceptance rates by sibling rank
     calibration  calibration of draft probabilities
     bias         correction of the resulting expected tokens
-    drafted      share of passes with a draft
+    drafted      share of passes with a draft, and their nodes and tokens
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)

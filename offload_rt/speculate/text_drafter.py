@@ -79,7 +79,8 @@ class TextDrafter(Drafter):
         """Store the target's predictions at the nodes, and the fate of the candidates."""
         if self._recycles and predicted is not None:
             self._recycler.learn(sequence, tree, verdict.path, predicted)
-        self.estimates_at(sequence.temperature).drafted.observe(len(tree.topology) > 1)
+        drafted = self.estimates_at(sequence.temperature).drafted
+        drafted.observe(len(tree.topology), 1 + len(verdict.path))
         proposal = self._proposals.get(sequence)
         if proposal is None:
             return
@@ -90,7 +91,7 @@ class TextDrafter(Drafter):
         proposal.builder.learn([0, *verdict.path], after)
 
     def skip(self, sequence: Sequence) -> None:
-        self.estimates_at(sequence.temperature).drafted.observe(False)
+        self.estimates_at(sequence.temperature).drafted.observe(1, 1)
 
     def end(self, sequence: Sequence) -> None:
         """Forget the tree of a sequence. The table is kept: other texts share its n-grams."""

@@ -41,6 +41,7 @@ from offload_rt.planning.local import measure_roof
 from offload_rt.planning.machine import Machine
 from offload_rt.speculate.pair_stats import Estimates, PairStats
 from offload_rt.speculate.select import pick_drafter
+from offload_rt.tree.search import expected_tokens, search
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 DEMO, DEMO_DRAFT = str(MODELS / "demo-target"), str(MODELS / "demo-draft")
@@ -259,13 +260,15 @@ def test_local_statistics_precede_published_figures(monkeypatch):
     for _ in range(50):
         seen.observe(3, 1)
     estimates = Estimates(seen)
-    for has_draft in (True, False, False):
-        estimates.drafted.observe(has_draft)
+    for n_nodes, n_tokens in ((9, 4), (1, 1), (1, 1)):
+        estimates.drafted.observe(n_nodes, n_tokens)
     monkeypatch.setattr(PairStats, "load", lambda *_: PairStats({"dynamic 0.0": estimates}))
     acceptance = assume("auto", NO_CHECKPOINTS, names, 0.0)
     assert "measured on this machine" in acceptance.source
     assert acceptance.by_rank == pytest.approx(seen.by_rank())
     assert acceptance.drafted == pytest.approx(0.5, abs=0.01)
+    fixed = expected_tokens(search(seen.by_rank(), 9, 9).topology(9, 9), seen.by_rank())
+    assert acceptance.dynamic_ratio == pytest.approx(4 / fixed)
 
 
 def test_passes_without_a_draft_yield_one_token():
