@@ -115,15 +115,23 @@ def _budget(config: EngineConfig, device: torch.device, ram: str | None) -> Memo
 
 
 @torch.inference_mode()
-def measure_roof(dtype: DType, device: torch.device, matrix: Matrix | None = None) -> Roof:
-    """Measure products of a plain or quantised matrix with increasing rows, for a second or two."""
-    if matrix is None:
-        height = profile.beyond_caches(device) // dtype.itemsize // _N_COLUMNS
-        # Repeat a single row: generating a random matrix is slower than all products.
-        row = torch.randn(1, _N_COLUMNS, device=device).to(dtype.torch)
-        weights: list[Weight] = [row.expand(height, _N_COLUMNS).contiguous()]
-    else:
+def measure_roof(
+    dtype: DType, device: torch.device, matrix: Matrix | tuple[int, int] | None = None
+) -> Roof:
+    """Measure products with increasing rows, for a second or two.
+
+    matrix  quantised matrix, or shape of plain matrices; None for a large plain matrix
+    """
+    weights: list[Weight]
+    if isinstance(matrix, Matrix):
         weights = _coded_weights(matrix, dtype)
+    else:
+        n_weights = profile.beyond_caches(device) // dtype.itemsize
+        height, width = matrix or (n_weights // _N_COLUMNS, _N_COLUMNS)
+        # Repeat a single row: generating a random matrix is slower than all products.
+        row = torch.randn(1, width, device=device).to(dtype.torch)
+        n_copies = max(n_weights // (height * width), 1)
+        weights = [row.expand(height, width).contiguous() for _ in range(n_copies)]
     n_weights = sum(math.prod(weight.shape) for weight in weights)
 
     def multiply(rows: torch.Tensor) -> None:

@@ -27,6 +27,8 @@ CPU_DECODE_GBPS = 3.0
 # 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per
 # second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
+# Least columns of a timed matrix, and hidden size whose products reach the rate of a large one.
+_NARROW, _WIDE = 512, 4096
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Machine:
     """A machine to plan for.
 
     links        ("disk", GB/s) and ("host", GB/s)
-    roof         compute and memory rates by dtype, and with a matrix by its measured products
+    roof         compute and memory rates by dtype, and by the measured products of a quantised
+                 matrix or of a plain one of a shape
     times_codes  whether `roof` measures products of quantised matrices, which then need no decoding
     ram_gbps     GB/s at which a GPU machine's CPU computes experts; 0: the GPU computes all
     ranks        division of the model; all figures are for a single rank
@@ -45,7 +48,7 @@ class Machine:
     title: str
     budget: MemoryBudget
     links: tuple[tuple[str, float], ...]
-    roof: Callable[[DType, Matrix | None], Roof]
+    roof: Callable[[DType, Matrix | tuple[int, int] | None], Roof]
     fixed_s: float = 0.0
     level_s: float = 0.0
     decode_gbps: float = DECODE_GBPS
@@ -124,6 +127,10 @@ class Machine:
         spec = ranks.with_part_of_head(sizes.spec)
         itemsize = sizes.dtype.itemsize
         plain = layers = self.roof(sizes.dtype, None)
+        if sizes.matrix is None and self.times_codes and spec.hidden_size < _WIDE:
+            # Short rows and small matrices are slower. Powers of two: models share measurements.
+            width = max(1 << (spec.hidden_size.bit_length() - 1), _NARROW)
+            layers = self.roof(sizes.dtype, (4 * width, width))
         share = 1.0
         if sizes.matrix is not None and self.times_codes:
             layers = plain.mixed(self.roof(sizes.dtype, sizes.matrix), coded)
