@@ -29,7 +29,7 @@ from offload_rt.engine.request_builder import Prompt, RequestBuilder
 from offload_rt.errors import CapacityError, SettingsError
 from offload_rt.executor.sequence import Pooling, Sequence
 from offload_rt.executor.step import Step
-from offload_rt.models.image_prompt import EncodedPrompt, token_ids
+from offload_rt.models.image_prompt import EncodedPrompt
 from offload_rt.offload.placement import Plan
 from offload_rt.sampling_params import SamplingParams
 from offload_rt.speculate.select import Drafting, find_draft, pick_drafter
@@ -368,26 +368,12 @@ class LLM:
         return [after - before for before, after in pairwise(moments[1:])]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises PromptError without a tokenizer, CapacityError for a text that cannot fit.
-        """
+        """Return the token ids of a text; see `RequestBuilder.encode`."""
         return self.requests.encode(text, add_special_tokens)
 
-    def encode_chat(self, messages: abc.Sequence[Message], options: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a conversation; see `encode_messages`."""
-        return token_ids(self.encode_messages(messages, options))
-
     def encode_messages(
-        self,
-        messages: abc.Sequence[Message],
-        options: Mapping[str, Any],
-        fetch: Fetch | None = None,
-        reads_files: bool = True,
-    ) -> EncodedPrompt:
+        self, messages: abc.Sequence[Message], options: Mapping[str, Any],
+        fetch: Fetch | None = None, reads_files: bool = True,
+    ) -> EncodedPrompt:  # fmt: skip
         """Encode a conversation; see `RequestBuilder.encode_messages`."""
         return self.requests.encode_messages(messages, options, fetch, reads_files)
-
-    def check_prompt(self, ids: abc.Sequence[int]) -> None:
-        """Raise PromptError or CapacityError for token ids that cannot be continued."""
-        self.requests.check_prompt(ids)

@@ -212,15 +212,10 @@ class DraftedPasses(_Ratios):
         self.tries += np.array([1, has_draft, has_draft])
 
     @property
-    def share(self) -> float:
-        """Share of passes with a draft; 1 if no pass was observed."""
-        return float((self.hits[0] + 1) / (self.tries[0] + 1))
-
-    @property
-    def means(self) -> tuple[float, float] | None:
-        """Mean nodes and tokens of a pass with a draft; None if no such pass was observed."""
-        n_nodes, n_tokens = (self.hits[1:] / np.maximum(self.tries[1:], 1e-9)).tolist()
-        return (n_nodes, n_tokens) if n_nodes else None
+    def means(self) -> tuple[float, float, float]:
+        """Share of passes with a draft, their mean nodes and tokens; 1 without observations."""
+        share, n_nodes, n_tokens = ((self.hits + 1) / (self.tries + 1)).tolist()
+        return share, n_nodes, n_tokens
 
 
 class ExpectedTokensBias(_Ratios):

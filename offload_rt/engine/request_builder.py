@@ -126,12 +126,9 @@ class RequestBuilder:
         return encode(self._needed_tokenizer, text, self._n_characters, add_special_tokens)
 
     def encode_messages(
-        self,
-        messages: abc.Sequence[Message],
-        options: Mapping[str, Any],
-        fetch: Fetch | None = None,
-        reads_files: bool = True,
-    ) -> EncodedPrompt:
+        self, messages: abc.Sequence[Message], options: Mapping[str, Any],
+        fetch: Fetch | None = None, reads_files: bool = True,
+    ) -> EncodedPrompt:  # fmt: skip
         """Encode a conversation, possibly with images.
 
         options      of transformers' `apply_chat_template`, and variables of the template

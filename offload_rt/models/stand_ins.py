@@ -100,15 +100,9 @@ class PassCache(Cache):
         return context.recur(self.states.setdefault(self._at[0], len(self.states)), shape, *rows)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
+        softcap: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Store k and v, and attend with q (1, n_heads, n, dim); returns (1, n, n_heads, v_dim).
 
         Keys and values shared with an earlier layer are not stored again. The window of the first
@@ -131,17 +125,10 @@ class PassCache(Cache):
 
 
 def _attention(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention for passes, see transformers' AttentionInterface; s_aux are sinks."""
     cache: PassCache = module.__dict__["pass_cache"]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -151,15 +151,15 @@ def _learned(pair_stats: PairStats, temperature: float) -> Assumed | None:
     if not measured:
         return None
     best, kind = max(measured, key=lambda pair: pair[0].acceptance.tries[0])
-    share, by_rank = best.drafted.share, best.acceptance.by_rank()
-    source = f"measured on this machine, of {kind} trees in {share:.0%} of the passes"
-    ratio = 1.0
-    if best.drafted.means is not None:
-        # Acceptance by rank describes a tree of fixed shape.
-        n_nodes, n_tokens = best.drafted.means
-        n = max(round(n_nodes), 2)
-        ratio = n_tokens / float(search(by_rank, n, min(n, _MOST_LEVELS)).values[n, -1])
-        source = f"{source}, with {ratio:.2f} times the tokens of fixed trees"
+    by_rank = best.acceptance.by_rank()
+    share, n_nodes, n_tokens = best.drafted.means
+    # Acceptance by rank describes trees of fixed shape.
+    n = round(n_nodes)
+    ratio = n_tokens / float(search(by_rank, n, min(n, _MOST_LEVELS)).values[n, -1])
+    source = (
+        f"measured on this machine, of {kind} trees in {share:.0%} of the passes,"
+        f" with {ratio:.2f} times the tokens of fixed trees"
+    )
     return Assumed(by_rank, source, dynamic_ratio=ratio, drafted=share)
 
 
