@@ -54,6 +54,7 @@ def ratios(
         passes[piece.verified_in.times.started] = piece.verified_in.times, len(piece.token_ids)
         output = piece.output
     context = len(prompt)
+    llm.engine.drafter.save()  # forecasts know the acceptance of earlier runs
     baseline = median(llm.time_plain(context))
     measured = output.stats.measured_seconds_per_token
     plain = plain_seconds(list(passes.values()))
