@@ -28,7 +28,7 @@ CPU_DECODE_GBPS = 3.0
 # second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
 # Least columns of a timed matrix, and hidden size whose products reach the rate of a large one.
-_NARROW, _WIDE = 512, 4096
+_NARROW, _WIDE = 512, 2048
 
 
 @dataclass(frozen=True)
