@@ -202,6 +202,9 @@ def train_draft(args: argparse.Namespace) -> None:
     target = load_target(args)
     paths = sorted(args.work.glob("text-*.safetensors"))
     texts = Texts.read(target, [path for path in paths if path.name != HELD_OUT])
+    if not texts.tokens:
+        need = f"a file of texts beside {HELD_OUT}, which is held out"
+        raise SystemExit(f"{args.work}: training needs {need}; write with more --minutes")
     held_out = Texts.read(target, [args.work / HELD_OUT])
     unseen = held_out.taught(list(range(0, len(held_out.tokens), 4)))
     if args.start and args.stage == "eagle3":
