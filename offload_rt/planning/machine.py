@@ -27,7 +27,7 @@ CPU_DECODE_GBPS = 3.0
 # 89.6. Sixteen threads multiply MXFP4 and 4-bit integers at that rate, about 7 billion weights per
 # second each (`python -m bench.compute`).
 RAM_GBPS = 60.0
-# Least columns of a timed matrix, and hidden size whose products reach the rate of a large one.
+# Minimum columns of a timed narrow matrix. From hidden size `_WIDE` on, a large matrix is timed.
 _NARROW, _WIDE = 512, 2048
 
 

@@ -97,3 +97,5 @@ def test_draft_of_all_layers_is_the_target(n_layers):
     text = taught(target, torch.randint(1, 4096, (2, 24)), DEMO_TAPS).rows(torch.arange(2))
     draft = DraftLayers(target, n_layers, torch.arange(100)).float()
     assert (draft.loss(target, text) < 1e-3) == (n_layers == 6)
+    ends = [model.model.layers[-1].mlp.up_proj.weight for model in (draft.llama, target)]
+    assert torch.equal(*ends)
